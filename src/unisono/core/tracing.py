@@ -28,7 +28,6 @@ __all__ = [
     "emit",
     "flow_of",
     "observed_now",
-    "profiled_now",
     "profiler",
     "record_collective",
     "record_message",
@@ -97,11 +96,6 @@ def flow_of(group: Group, kind: str, peer: int, tag: int, number: str) -> str:
     return f"{group.name} {ends} tag {tag} #{number}"
 
 
-def profiled_now() -> bool:
-    """Return whether torch's profiler is active."""
-    return profiler._is_profiler_enabled
-
-
 def observed_now() -> bool:
     """Return whether calls are recorded: a recording is open in this context, or torch's profiler is active."""
     return SINK.get() is not None or profiler._is_profiler_enabled
@@ -132,7 +126,7 @@ def span(kind: str, name: str, group: Group, nbytes: int = 0, size: str = "", **
     start = time.perf_counter()
     shown = f"unisono::{name} {size}".rstrip()
     try:
-        with profiler.record_function(shown) if profiled_now() else nullcontext():
+        with profiler.record_function(shown) if profiler._is_profiler_enabled else nullcontext():
             yield
     except BaseException as error:
         detail["error"] = type(error).__name__

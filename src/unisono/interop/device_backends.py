@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from unisono.core.tracing import profiled_now
+from unisono.core.tracing import profiler
 from unisono.errors import CommError, UnavailableError
 from unisono.interop.call_forms import CallForms
 from unisono.interop.dispatched_calls import CALLS, first_tensor, pass_on, take_calls
@@ -230,7 +230,7 @@ def by_device(method: Callable[..., R]) -> Callable[..., R]:
             return works[-1] if self.others.has_hooks and works else ended
         if kind == "cpu":
             try:
-                if profiled_now():
+                if profiler._is_profiler_enabled:
                     entered = torch.autograd._record_function_with_args_enter(event, *_given(own))
                     try:
                         return method(self, *own)

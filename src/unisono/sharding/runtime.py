@@ -50,7 +50,7 @@ class Unit:
         gathered: Whether the unit's parameters are usable.
         running: The modules whose forward is running, the innermost one last.
         call: The newest forward call.
-        held: Whether the unit's parameters must not be freed.
+        held: Whether the unit's parameters must not be freed, because `full_parameters` shows them.
         open: Forward calls that the current backward pass has reached but not left.
         frees_after_gradients: Whether no parameter is frozen, so that the backward pass can free the parameters once
             their gradients have arrived.
@@ -279,7 +279,6 @@ class Runtime(PassOwner, NotCopied):
         # Number of running modules, and the exception that was being handled when the outermost module began.
         self._depth = 0
         self._outer: BaseException | None = None
-        self._whole = False
         self.phase: StepPhase = StepPhase.STEPPED
         self._order = _GatherOrder()
         # The current backward pass, if any.
@@ -619,13 +618,11 @@ class Runtime(PassOwner, NotCopied):
         try:
             for flat, whole in zip(self._flats, wholes, strict=True):
                 flat.show_whole(whole)
-            self._whole = True
             for unit in self._units:
                 # Hold the unit, because a module that runs inside the context would free it.
                 unit.held = unit.gathered = True
             yield
         finally:
-            self._whole = False
             for unit in self._units:
                 unit.held = False
             # Check all parameters before writing any, so that the model keeps all changes or none.
@@ -676,7 +673,7 @@ class Runtime(PassOwner, NotCopied):
 
     def check_idle(self, action: str) -> None:
         """Raise `RuntimeError` if a forward, a backward or `full_parameters` is running."""
-        if self._depth or self._whole or self._in_backward():
+        if self._depth or self._in_backward() or any(unit.held for unit in self._units):
             raise RuntimeError(
                 f"{action} was called inside a forward, a backward or full_parameters() of the same sharded model"
             )

@@ -51,7 +51,7 @@ class ShardComms:
 
     A rank that fails mid-step aborts the communicators in use, so that no other rank waits for it; all ranks replace
     these communicators at the start of their next step. When a step is aborted, another rank may still be running the
-    previous optimizer step, or constructing its optimizer. An optimizer's construction and steps therefore use `steps`,
+    previous optimizer step, or constructing its optimizer. An optimizer's construction and steps therefore use `base`,
     which a failed pass does not abort.
 
     Args:
@@ -60,8 +60,8 @@ class ShardComms:
 
     Attributes:
         live: The communicators in use.
-        steps, shard_steps: Like `live.data` and `live.shard`, but never aborted by a failed pass.
-        rank, size: Rank and size of `shard_steps`.
+        base, shard_base: Like `live.data` and `live.shard`, but never aborted by a failed pass.
+        rank, size: Rank and size of `shard_base`.
         replica: This rank's index among the ranks with the same part; 0 without a mesh.
 
     Raises:
@@ -73,29 +73,21 @@ class ShardComms:
 
     def _attach(self, comm: Communicator, mesh: Mesh | None) -> None:
         self._pairs = [ReplaceableComms(comm)]
-        self.steps: Communicator = self._pairs[0].base
+        self.base: Communicator = self._pairs[0].base
         try:
             # Check the mesh before duplicating its communicators: `dup` is collective, so ranks whose groups do not
             # form a grid would wait for each other.
-            _check_mesh(self.steps, mesh)
+            _check_mesh(self.base, mesh)
         except BaseException:
             self.close()
             raise
         # `LiveComms` expects this order: replicas, then shards.
         self._pairs += map(ReplaceableComms, mesh or ())
-        self.shard_steps: Communicator = self._pairs[-1].base
+        self.shard_base: Communicator = self._pairs[-1].base
         self.replica: int = 0 if mesh is None else mesh[0].rank
-        self.rank: int = self.shard_steps.rank
-        self.size: int = self.shard_steps.size
+        self.rank: int = self.shard_base.rank
+        self.size: int = self.shard_base.size
         self.live: LiveComms = LiveComms(self._pairs)
-
-    def in_use(self) -> tuple[Communicator, ...]:
-        """Return the communicators that a failed step aborts."""
-        return tuple(pair.data for pair in self._pairs)
-
-    def every(self) -> tuple[Communicator, ...]:
-        """Return the communicators in use, and their base communicators."""
-        return tuple(comm for pair in self._pairs for comm in pair.every())
 
     def aborts(self) -> dict[str, Callable[[str], None]]:
         """Return the names of the groups in which a rank may wait for others, each with the function that aborts it."""

@@ -619,7 +619,7 @@ class ParameterBucket:
             self._part.copy_(self._master)
         # Don't use the communicators in `live`: a rank that fails in its next pass aborts them, while another rank may
         # still be waiting for parts of this step.
-        return self._comms.shard_steps.all_gather_single(self._flat, self._part, async_op=True)
+        return self._comms.shard_base.all_gather_single(self._flat, self._part, async_op=True)
 
 
 _PROPERTIES = (

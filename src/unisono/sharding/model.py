@@ -118,9 +118,9 @@ class ShardedModel(NotCopied):
         self._comms = ShardComms(comm, mesh)
         names = [unit.name for unit in plans]
         self._settings = {"units": names, "param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
-        agree_on_parameters(named, self._comms.steps, self._settings, hooked=True)
+        agree_on_parameters(named, self._comms.base, self._settings, hooked=True)
         if init_sync:
-            share([*named, *model.named_buffers()], self._comms.steps, model=model, hint=INIT_SYNC)
+            share([*named, *model.named_buffers()], self._comms.base, model=model, hint=INIT_SYNC)
         self._claim = claim(named, "sharded", "ShardedModel")
         made = make_units(plans, self._comms, param_dtype, reduce_dtype)
         flats = [flat for unit in made for flat in unit.flats]
@@ -357,7 +357,7 @@ class ShardedModel(NotCopied):
             (p.name, torch.empty(p.shape, dtype=p.tensor.dtype, device="meta", requires_grad=p.tensor.requires_grad))
             for p in self._pieces.values()
         ]
-        agree_on_parameters(alike, self._comms.steps, self._settings)
+        agree_on_parameters(alike, self._comms.base, self._settings)
         self._runtime.recut()
 
     def snapshot(self) -> dict[str, Any]:

@@ -141,7 +141,7 @@ class ShardedOptimizer(NotCopied, Optimizer):
             "bucket bytes": cap,
             "parameters of each group": [len(g["params"]) for g in groups],
         }
-        agree_on_parameters(named, self._comms.steps, self._settings, hooked=shard_gradients)
+        agree_on_parameters(named, self._comms.base, self._settings, hooked=shard_gradients)
         if shard_gradients:
             check_unclaimed(named)
             warn_of_norm_limits(model)
@@ -157,7 +157,7 @@ class ShardedOptimizer(NotCopied, Optimizer):
         with torch.no_grad():
             if init_sync:
                 buffers = list(model.named_buffers()) if isinstance(model, torch.nn.Module) else []
-                share([*named, *buffers], self._comms.steps, model=model, hint=INIT_SYNC)
+                share([*named, *buffers], self._comms.base, model=model, hint=INIT_SYNC)
             made = [[ParameterBucket(b, [named[i] for i in b], self._comms, master_dtype) for b in p] for p in plans]
         self._buckets = made[0] + made[1]
         self._frozen = made[1]
@@ -273,7 +273,7 @@ class ShardedOptimizer(NotCopied, Optimizer):
         if not buckets or self._comms.live.replicate is not None:
             # Without this barrier, a rank could begin its next backward pass, and fail in it, before all other ranks
             # know that this training step is valid.
-            self._comms.steps.barrier()
+            self._comms.base.barrier()
         for work in [self._comms.run(bucket.start_gather) for bucket in buckets]:
             self._comms.run(work.wait)
         # Let autograd detect a backward pass through the old values.
@@ -447,7 +447,7 @@ class ShardedOptimizer(NotCopied, Optimizer):
             [(0, 3), (0, 3)]
         """
         self._comms.move_to(comm, mesh)
-        agree_on_parameters(self._named, self._comms.steps, self._settings)
+        agree_on_parameters(self._named, self._comms.base, self._settings)
         self.zero_grad()
         for bucket in self._buckets:
             bucket.recut()

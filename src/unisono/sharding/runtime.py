@@ -577,7 +577,7 @@ class Runtime(PassOwner, NotCopied):
         check_same_step([*known], [*known.values()], optimizer.param_groups, [], 0, self._comms.live.data, problem)
         # Without this barrier, a rank that fails in its next pass could interrupt another rank's check. With the
         # barrier, either all ranks take the step or none does.
-        self._comms.steps.barrier()
+        self._comms.base.barrier()
         self._change("agree")
 
     def end_step(self, *_: object) -> None:

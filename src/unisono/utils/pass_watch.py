@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from threading import Event, Thread
 from typing import Protocol
@@ -22,13 +22,13 @@ _watches: weakref.WeakKeyDictionary[ControlPlane, list[weakref.ref[PassWatch]]] 
 
 
 class WatchedComms(Protocol):
-    """Interface through which `PassWatch` accesses one model's communicators."""
+    """Interface through which `PassWatch` accesses one model's communicators.
 
-    def in_use(self) -> Sequence[Communicator]:
-        """Return the communicators that the model's backward passes use now; failures cause them to be replaced."""
+    Attributes:
+        base: A communicator of the model's ranks that failures leave in place; those in use are recreated from it.
+    """
 
-    def every(self) -> Sequence[Communicator]:
-        """Return the communicators in use, and the communicators from which they are recreated."""
+    base: Communicator
 
     def aborts(self) -> dict[str, Callable[[str], None]]:
         """Return the groups in which a rank may wait for others, by name, each with a function that aborts it."""
@@ -67,7 +67,7 @@ class PassWatch:
         self._comms = comms
         self.running: Event | None = None
         self.errors: int = 0
-        self.peers: list[weakref.ref[PassWatch]] = _watches.setdefault(engine_of(comms.in_use()[0]).control, [])
+        self.peers: list[weakref.ref[PassWatch]] = _watches.setdefault(engine_of(comms.base).control, [])
         self.peers.append(weakref.ref(self, self.peers.remove))
 
     def remove(self) -> None:
@@ -111,7 +111,7 @@ class PassWatch:
         before = None
         while not done.wait(_EVERY_S):
             # Use the original communicator, because the communicator in use may already be closed for replacement.
-            engine = engine_of(self._comms.every()[0])
+            engine = engine_of(self._comms.base)
             hang = hang_report(engine.control, engine.group)
             # Ranks answer a query at different times, so one report may show a cycle that never existed. A cycle that
             # is the same in two reports is real.

@@ -251,12 +251,7 @@ def test_dropped_optimizers_are_forgotten() -> None:
 def test_announcement_reaches_every_model_although_one_is_dropped_meanwhile() -> None:
     class Comms:
         def __init__(self, comm: un.Communicator) -> None:
-            self.comm = comm
-
-        def in_use(self) -> list[un.Communicator]:
-            return [self.comm]
-
-        every = in_use
+            self.base = comm
 
     def program(comm: un.Communicator) -> list[str]:
         watches = {name: PassWatch(name, Comms(comm)) for name in "abcd"}

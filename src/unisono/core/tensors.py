@@ -28,7 +28,6 @@ __all__ = [
     "check_apart",
     "check_reducible",
     "check_tensor",
-    "combine",
     "copy_back",
     "divide",
     "is_non_overlapping",
@@ -424,14 +423,6 @@ COMBINE: dict[ReduceOp, Callable[..., torch.Tensor]] = {
 }
 
 
-def combine(op: ReduceOp, low: torch.Tensor, high: torch.Tensor, out: torch.Tensor) -> None:
-    """Write `low` op `high` to `out`, which may be one of them.
-
-    All ranks get identical bits if `low` always comes from the lower rank.
-    """
-    COMBINE[op](low, high, out=out)
-
-
 def divide(total: torch.Tensor, size: int) -> None:
     """Divide in place; if the inverse is exact, multiply by it, which is faster. Treat complex numbers as pairs."""
     total = torch.view_as_real(total) if total.is_complex() else total
@@ -468,7 +459,7 @@ def check_reducible(op: ReduceOp, dtype: torch.dtype) -> None:
         # The result is cached for the whole process, so it must not depend on a mode that the user has set.
         with _disable_current_modes(), torch.DisableTorchFunction():
             one = torch.ones(1, dtype=dtype, device="cpu")
-            combine(op, one, one.clone(), one)
+            COMBINE[op](one, one.clone(), out=one)
             if op is ReduceOp.AVG:
                 divide(one, 3)
     except (RuntimeError, TypeError):

@@ -40,11 +40,11 @@ def test_user_modes_have_no_effect(op: ReduceOp, mode: Callable[[], Any], monkey
 def test_failure_is_not_cached(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensors, "_known", set(), raising=False)
 
-    def fails(*_: torch.Tensor) -> torch.Tensor:
+    def fails(*_: torch.Tensor, **__: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as broken:
-        broken.setattr(tensors, "combine", fails)
+        broken.setitem(tensors.COMBINE, ReduceOp.SUM, fails)
         with pytest.raises(ValueError, match="does not support sum on"):
             tensors.check_reducible(ReduceOp.SUM, torch.int32)
     tensors.check_reducible(ReduceOp.SUM, torch.int32)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from unisono.core.collective import FAMILIES, Collective
-from unisono.core.tensors import combine
+from unisono.core.tensors import COMBINE
 from unisono.core.types import ReduceOp
 
 __all__ = [
@@ -208,12 +208,7 @@ def given(rank: int, ranks: int, dtype: torch.dtype, op: ReduceOp) -> Pattern:
 
 def reduced(patterns: list[Pattern], op: ReduceOp) -> Pattern:
     """Return the reduction of all ranks' inputs, computed in rank order."""
-
-    def both(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-        combine(op, low, high, result := torch.empty_like(low))
-        return result
-
-    total = reduce(both, [pattern.period for pattern in patterns])
+    total = reduce(COMBINE[op], [pattern.period for pattern in patterns])
     return Pattern(total / len(patterns) if op is ReduceOp.AVG else total)
 
 

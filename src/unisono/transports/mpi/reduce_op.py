@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from unisono.core.tensors import combine
+from unisono.core.tensors import COMBINE
 from unisono.core.types import ReduceOp
 
 __all__ = ["finish", "prepare", "prepares", "reducible"]
@@ -146,7 +146,7 @@ def _own(op: ReduceOp, dtype: torch.dtype) -> Any:
         with torch.inference_mode():
             low = torch.frombuffer(given, dtype=dtype)
             high = torch.frombuffer(total, dtype=dtype)
-            combine(op, low, high, high)
+            COMBINE[op](low, high, out=high)
 
     call: Callable[[Any, Any, Any], None] = reduce
     return MPI.Op.Create(call, commute=True)

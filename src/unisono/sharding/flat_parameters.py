@@ -380,9 +380,7 @@ class _Flight:
             if live.replicate is not None:
                 # Set the flag first, so that the reduction cannot be started a second time after an error.
                 self._is_second = True
-                self._work = self._comms.run(
-                    live.replicate.all_reduce, self._new, "sum", async_op=live.data.overlaps
-                )
+                self._work = self._comms.run(live.replicate.all_reduce, self._new, "sum", async_op=live.data.overlaps)
 
     def finish(self) -> torch.Tensor:
         """Wait for the average over all ranks, and return this rank's part of it."""

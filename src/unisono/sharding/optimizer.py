@@ -607,20 +607,24 @@ class GradientSharder(PassOwner):
         bucket = self._buckets[number]
         grad = parameter.grad
         if grad is None:
-            taken = RuntimeError(
-                f"a hook has taken the gradient of {bucket.pieces[slot].name!r} away before it was averaged. Make the "
-                "step after backward() has returned"
+            raise self._pass.failed(
+                RuntimeError(
+                    f"a hook has taken the gradient of {bucket.pieces[slot].name!r} away before it was averaged. Make "
+                    "the step after backward() has returned"
+                )
             )
-            raise self._pass.failed(taken)
         if grad.layout != torch.strided:
-            sparse = ValueError(f"the gradient of {bucket.pieces[slot].name!r} is sparse, which cannot be sharded")
-            raise self._pass.failed(sparse)
-        if self._syncing and number < self._next:
-            second = RuntimeError(
-                f"{bucket.pieces[slot].name!r} got a second gradient in one backward pass when the first one had been "
-                "averaged, as a shared parameter does under re-entrant checkpointing. Pass use_reentrant=False there"
+            raise self._pass.failed(
+                ValueError(f"the gradient of {bucket.pieces[slot].name!r} is sparse, which cannot be sharded")
             )
-            raise self._pass.failed(second)
+        if self._syncing and number < self._next:
+            raise self._pass.failed(
+                RuntimeError(
+                    f"{bucket.pieces[slot].name!r} got a second gradient in one backward pass when the first one had "
+                    "been averaged, as a shared parameter does under re-entrant checkpointing. Pass "
+                    "use_reentrant=False there"
+                )
+            )
         bucket.gradient.take(slot, grad)
         parameter.grad = None
         while self._syncing and self._early and self._is_full(self._next):
@@ -631,8 +635,8 @@ class GradientSharder(PassOwner):
         return len(self._watch.peers) == 1
 
     def _is_full(self, number: int) -> bool:
-        buckets = self._buckets[number : number + 1]
-        return any(len(bucket.gradient.arrived) == len(bucket.parameters) for bucket in buckets)
+        # After the last bucket, the slice is empty.
+        return any(len(b.gradient.arrived) == len(b.parameters) for b in self._buckets[number : number + 1])
 
     def _reduce(self) -> None:
         bucket = self._buckets[self._next]

@@ -359,11 +359,12 @@ class Runtime(PassOwner, NotCopied):
         """Gather a unit whose output a backward pass has reached."""
         self._pass.enter(current_pass())
         if version != self._version:
-            problem = RuntimeError(
-                f"parameters were changed between the forward and the backward of unit {unit.name!r} of a sharded "
-                "model. Call backward() before optimizer.step()"
+            raise self._pass.failed(
+                RuntimeError(
+                    f"parameters were changed between the forward and the backward of unit {unit.name!r} of a sharded "
+                    "model. Call backward() before optimizer.step()"
+                )
             )
-            raise self._pass.failed(problem)
         if call not in unit.open:
             unit.open.add(call)
             call.left = call.inputs
@@ -385,9 +386,9 @@ class Runtime(PassOwner, NotCopied):
         parameter.grad = None
         assert grad is not None
         if grad.layout != torch.strided:
-            name = flat.names[index]
-            problem = RuntimeError(f"{name!r} has a sparse gradient, which has no parts. Use sparse=False")
-            raise self._pass.failed(problem)
+            raise self._pass.failed(
+                RuntimeError(f"{flat.names[index]!r} has a sparse gradient, which has no parts. Use sparse=False")
+            )
         with torch.no_grad():
             flat.gradient.take(index, grad)
         running = self._running

@@ -667,12 +667,12 @@ ranks.
 
 def _numbers(group: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the numeric options of a group as text."""
-    found = []
-    for key, value in sorted(group.items()):
-        plain = value.tolist() if isinstance(value, torch.Tensor) else value
-        if key not in NO_OPTIONS and isinstance(plain, int | float | tuple | list):
-            found.append((key, repr(plain)))
-    return found
+    plain = {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in sorted(group.items())}
+    return [
+        (key, repr(value))
+        for key, value in plain.items()
+        if key not in NO_OPTIONS and isinstance(value, int | float | tuple | list)
+    ]
 
 
 def _samples(gradients: Sequence[torch.Tensor], step: int) -> list[str]:

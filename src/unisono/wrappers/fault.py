@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -40,32 +40,6 @@ class KilledError(Exception):
         >>> un.launch(program, 2, "thread", wrap=lambda inner: Faulty(inner, seed=1, on_ranks=dies))[1]
         'rank 1 of 2 was killed at its post 1, as configured'
     """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Faults:
-    """Parameters of `Faulty`."""
-
-    seed: int
-    drop: float
-    delay: float
-    duplicate: float
-    reorder: float
-    corrupt: float
-    delay_s: float
-    on_ranks: RankFaults | None
-
-    def __post_init__(self) -> None:
-        for name in (*_CHANCES, "delay_s"):
-            if not isinstance(getattr(self, name), int | float):
-                raise TypeError(f"{name} must be a number, not {getattr(self, name)!r}")
-        for name in _CHANCES:
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be a probability from 0 to 1, not {getattr(self, name)!r}")
-        if not self.delay_s >= 0:
-            raise ValueError(f"delay_s must not be negative, not {self.delay_s!r}")
-        if not isinstance(self.on_ranks, RankFaults | None):
-            raise TypeError(f"on_ranks must be a unisono.testing.RankFaults, not {self.on_ranks!r}")
 
 
 class Faulty(Wrapper):
@@ -116,19 +90,20 @@ class Faulty(Wrapper):
         on_ranks: RankFaults | None = None,
     ) -> None:
         super().__init__(inner)
-        self._faults = _Faults(
-            seed=seed,
-            drop=drop,
-            delay=delay,
-            duplicate=duplicate,
-            reorder=reorder,
-            corrupt=corrupt,
-            delay_s=delay_s,
-            on_ranks=on_ranks,
-        )
+        self._faults: dict[str, Any] = {
+            "seed": seed,
+            "drop": drop,
+            "delay": delay,
+            "duplicate": duplicate,
+            "reorder": reorder,
+            "corrupt": corrupt,
+            "delay_s": delay_s,
+            "on_ranks": on_ranks,
+        }
+        _check(self._faults)
         self._rank_faults = _of_rank(on_ranks or RankFaults(), self.group.members[self.rank])
         slow = self._rank_faults.slow_bytes_per_s is not None
-        self._harmless = not slow and not any(getattr(self._faults, name) for name in _CHANCES)
+        self._harmless = not slow and not any(self._faults[name] for name in _CHANCES)
         self._posts = 0
         self._sent: Counter[Stream] = Counter()
         self._late = DelayQueue(inner)
@@ -139,7 +114,7 @@ class Faulty(Wrapper):
         self._frozen: list[str] = []
 
     def wrap_child(self, inner: Transport) -> Faulty:
-        child = Faulty(inner, **{field.name: getattr(self._faults, field.name) for field in fields(self._faults)})
+        child = Faulty(inner, **self._faults)
         child._frozen = self._frozen
         return child
 
@@ -184,14 +159,14 @@ class Faulty(Wrapper):
         return bool(hit & _LATE) or behind or self._rank_faults.slow_bytes_per_s is not None
 
     def _due(self, send: Send, hit: Set[str]) -> float:
-        return self._slowness.due(send, self._faults.delay_s if hit & _LATE else 0.0)
+        return self._slowness.due(send, self._faults["delay_s"] if hit & _LATE else 0.0)
 
     def _decide(self, message: Send) -> tuple[Set[str], float]:
         """Return a message's faults, and the position of a changed bit as a fraction of the message's length."""
         stream = (message.peer, message.tag)
         self._sent[stream] += 1
-        chance = Random(f"{self._faults.seed} {self.group.name} {self.rank} {stream} {self._sent[stream]}")
-        hit = {name for name in _CHANCES if chance.random() < getattr(self._faults, name)}
+        chance = Random(f"{self._faults['seed']} {self.group.name} {self.rank} {stream} {self._sent[stream]}")
+        hit = {name for name in _CHANCES if chance.random() < self._faults[name]}
         return hit, chance.random()
 
     def close(self) -> None:
@@ -217,14 +192,29 @@ def check_faults(faults: Mapping[str, Any], size: int) -> None:
     Raises:
         ValueError, TypeError: An argument is unknown or invalid, or a rank does not exist.
     """
-    defaults = Faulty.__init__.__kwdefaults__
+    checked = dict(Faulty.__init__.__kwdefaults__ or {})
     for name in faults:
-        if name not in defaults:
-            raise ValueError(unknown_name("fault", name, defaults))
-    checked = _Faults(seed=0, **{**defaults, **faults})
-    for rank in (checked.on_ranks and checked.on_ranks.ranks) or ():
+        if name not in checked:
+            raise ValueError(unknown_name("fault", name, checked))
+    checked.update(faults)
+    _check(checked)
+    for rank in (checked["on_ranks"] and checked["on_ranks"].ranks) or ():
         if not 0 <= rank < size:
             raise ValueError(f"faults name rank {rank}, but the ranks are 0 to {size - 1}")
+
+
+def _check(faults: Mapping[str, Any]) -> None:
+    """Raise `ValueError` or `TypeError` unless the arguments of `Faulty`, by name, are valid."""
+    for name in (*_CHANCES, "delay_s"):
+        if not isinstance(faults[name], int | float):
+            raise TypeError(f"{name} must be a number, not {faults[name]!r}")
+    for name in _CHANCES:
+        if not 0 <= faults[name] <= 1:
+            raise ValueError(f"{name} must be a probability from 0 to 1, not {faults[name]!r}")
+    if not faults["delay_s"] >= 0:
+        raise ValueError(f"delay_s must not be negative, not {faults['delay_s']!r}")
+    if not isinstance(faults["on_ranks"], RankFaults | None):
+        raise TypeError(f"on_ranks must be a unisono.testing.RankFaults, not {faults['on_ranks']!r}")
 
 
 def _of_rank(faults: RankFaults, rank: int) -> RankFaults:

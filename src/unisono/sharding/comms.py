@@ -69,9 +69,12 @@ class ShardComms:
     """
 
     def __init__(self, comm: Communicator, mesh: Mesh | None = None) -> None:
-        self._attach(comm, mesh)
+        self._pairs: list[ReplaceableComms] = []
+        self.move_to(comm, mesh)
 
-    def _attach(self, comm: Communicator, mesh: Mesh | None) -> None:
+    def move_to(self, comm: Communicator, mesh: Mesh | None = None) -> None:
+        """Continue with the ranks of another communicator. Collective over the new communicator."""
+        self.close()
         self._pairs = [ReplaceableComms(comm)]
         self.base: Communicator = self._pairs[0].base
         try:
@@ -139,11 +142,6 @@ class ShardComms:
             pair.replace()
         # Assign `live` last: if a replacement fails, it keeps the failed communicators, and the next step tries again.
         self.live = LiveComms(self._pairs)
-
-    def move_to(self, comm: Communicator, mesh: Mesh | None = None) -> None:
-        """Continue with the ranks of another communicator. Collective over the new communicator."""
-        self.close()
-        self._attach(comm, mesh)
 
     def close(self) -> None:
         """Release all communicators. Idempotent."""

@@ -174,8 +174,10 @@ class ShardedModel(NotCopied):
         given: list[Any] = list(self._parameters if params is None else params)
         groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
         places = [[self._place(p) for p in group["params"]] for group in groups]
-        pieces = [[flat.pieces[index] for flat, index in own] for own in places]
-        cut = [{**group, "params": own} for group, own in zip(groups, pieces, strict=True)]
+        cut = [
+            {**group, "params": [flat.pieces[index] for flat, index in own]}
+            for group, own in zip(groups, places, strict=True)
+        ]
         optimizer = shard_optimizer(optimizer_class, cut, elementwise=elementwise, **defaults)
         own = [place for group in places for place in group]
         optimizer.on_zero_grad = partial(self._runtime.forget, own)

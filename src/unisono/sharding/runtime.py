@@ -160,6 +160,10 @@ class _GatherOrder:
     """
 
     def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the recorded order: prefetching is collective, and after a failure ranks' orders may differ."""
         # For each unit, the unit that was gathered after it. The key is (False, unit) in forward, and (True, unit) in
         # backward.
         self._next: dict[tuple[bool, Unit], Unit] = {}
@@ -184,12 +188,6 @@ class _GatherOrder:
         if not backward:
             self._latest = unit
         return self._next.get((backward, unit))
-
-    def forget(self) -> None:
-        """Forget the recorded order: prefetching is collective, and after a failure ranks' orders may differ."""
-        self._next.clear()
-        self._previous = None
-        self._latest = None
 
 
 @dataclass(slots=True)

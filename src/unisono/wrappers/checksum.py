@@ -19,12 +19,11 @@ from unisono.wrappers.delay_queue import Stream
 
 __all__ = ["Checksummed", "Frame"]
 
-# Magic number, number of the message in its stream, length, and hash of the message's bytes. `_HEADER_HASH` follows: a
-# hash of these fields.
+# Magic number, number of the message in its stream, length, and hash of the message's bytes. A hash of these fields
+# follows, of 8 bytes.
 _HEADER = struct.Struct("<8sQQQ")
-_HEADER_HASH = struct.Struct("<Q")
 _MAGIC = b"unisono\x01"
-_HEADER_BYTES = _HEADER.size + _HEADER_HASH.size
+_HEADER_BYTES = _HEADER.size + 8
 
 
 class Checksummed(Wrapper):
@@ -102,15 +101,14 @@ class Frame:
         """Write the header and the message's bytes to `packed`."""
         self._content.copy_(self._message.tensor.view(torch.uint8))
         header = _HEADER.pack(_MAGIC, self._number, self._message.tensor.nbytes, digest(self._content))
-        data = bytearray(header + _HEADER_HASH.pack(xxhash.xxh3_64_intdigest(header)))
+        data = bytearray(header + xxhash.xxh3_64_digest(header))
         self.packed[:_HEADER_BYTES].copy_(torch.frombuffer(data, dtype=torch.uint8))
 
     def unpack(self) -> None:
         """Copy the received bytes to the message's tensor; raise `CorruptedError` if they differ from those sent."""
         data = bytes(self.packed[:_HEADER_BYTES].tolist())
         header = data[: _HEADER.size]
-        header_hash = _HEADER_HASH.unpack(data[_HEADER.size :])[0]
-        if header_hash != xxhash.xxh3_64_intdigest(header) or not header.startswith(_MAGIC):
+        if data[_HEADER.size :] != xxhash.xxh3_64_digest(header) or not header.startswith(_MAGIC):
             raise self._corrupted("was corrupted (its header)")
         _, number, nbytes, sent = _HEADER.unpack(header)
         if number > self._number:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from unisono.communicator import Communicator, engine_of
 from unisono.errors import AbortedError, CommError, MismatchError, PeerLostError
@@ -13,6 +13,9 @@ __all__ = ["LiveComms", "Mesh", "NotCopied", "ShardComms"]
 
 Mesh = tuple[Communicator, Communicator]
 """Two communicators: `replicate`, for ranks with the same part, and `shard`, for ranks that together have one copy."""
+
+
+T = TypeVar("T")
 
 
 class NotCopied:
@@ -115,7 +118,7 @@ class ShardComms:
             "load a checkpoint into new objects"
         )
 
-    def run(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Call a function that uses the current communicators, and return its result.
 
         On a mesh, an error in one group aborts all groups, because ranks of other groups would wait for this rank. The

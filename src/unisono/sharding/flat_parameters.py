@@ -682,7 +682,8 @@ class FreedParameter(_MetadataOnly, nn.Parameter):
 
     @classmethod
     def _refuse(cls, func: Callable[..., Any], args: Sequence[Any], kwargs: Any) -> NoReturn:
-        name = next(_name(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FreedParameter))
+        freed = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, FreedParameter))
+        name = freed.__dict__["_sharded_name"]
         if func in _GRADIENT:
             raise RuntimeError(
                 f"{name!r} has no p.grad, because its model is sharded: each rank has the gradient of its part. "
@@ -696,7 +697,7 @@ class FreedParameter(_MetadataOnly, nn.Parameter):
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Return text with the name and shape."""
-        return f"FreedParameter({_name(self)!r}, shape={list(self.shape)}, dtype={self.dtype})"
+        return f"FreedParameter({self.__dict__['_sharded_name']!r}, shape={list(self.shape)}, dtype={self.dtype})"
 
 
 class ShardedGradient(_MetadataOnly):
@@ -722,7 +723,3 @@ class ShardedGradient(_MetadataOnly):
         # allocated.
         nothing = torch.full((), torch.nan, dtype=parameter.dtype, device=parameter.device)
         return nothing.expand(parameter.shape).as_subclass(cls)
-
-
-def _name(parameter: torch.Tensor) -> str:
-    return str(parameter.__dict__["_sharded_name"])

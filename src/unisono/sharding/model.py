@@ -116,8 +116,11 @@ class ShardedModel(NotCopied):
         self._model = model
         self._parameters = [p for _, p in named]
         self._comms = ShardComms(comm, mesh)
-        names = [unit.name for unit in plans]
-        self._settings = {"units": names, "param_dtype": param_dtype, "reduce_dtype": reduce_dtype}
+        self._settings = {
+            "units": [unit.name for unit in plans],
+            "param_dtype": param_dtype,
+            "reduce_dtype": reduce_dtype,
+        }
         agree_on_parameters(named, self._comms.base, self._settings, hooked=True)
         if init_sync:
             share([*named, *model.named_buffers()], self._comms.base, model=model, hint=INIT_SYNC)
@@ -130,7 +133,6 @@ class ShardedModel(NotCopied):
         self._pieces = {key: flat.pieces[index] for key, (flat, index) in self._places.items()}
         self._named_pieces = {piece.name: piece for piece in self._pieces.values()}
         self._runtime = Runtime(made, self._comms, ModelMembers(model, named))
-        self._runtime.hook()
 
     # -- training -------------------------------------------------------------------------------
     def optimizer(
@@ -221,10 +223,9 @@ class ShardedModel(NotCopied):
         """
         self._runtime.check_reduced("clip_grad_norm_()", self._places.values())
         pieces = [piece.tensor for piece in self._pieces.values()]
-        norm: torch.Tensor = self._comms.run(
+        return self._comms.run(
             clip_grad_norm_, pieces, max_norm, self._comms.live.shard, norm_type, error_if_nonfinite=error_if_nonfinite
         )
-        return norm
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

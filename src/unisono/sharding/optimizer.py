@@ -328,8 +328,7 @@ class ShardedOptimizer(NotCopied, Optimizer):
         self._sharder.check_reduced()
         self._sharder.follow_zero_grad()
         pieces = [piece.tensor for piece in self._pieces]
-        norm: torch.Tensor = self._comms.run(clip_grad_norm_, pieces, max_norm, self._comms.live.shard, norm_type)
-        return norm
+        return self._comms.run(clip_grad_norm_, pieces, max_norm, self._comms.live.shard, norm_type)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

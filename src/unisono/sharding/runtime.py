@@ -231,9 +231,9 @@ TRANSITIONS: dict[str, dict[StepPhase, StepPhase]] = {
 class Runtime(PassOwner, NotCopied):
     """Schedule of one model: when its units are gathered and freed, and when their gradients are reduced.
 
-    Every module has hooks, so a module that is called directly also gathers its unit. Each module's outputs have a hook
-    that gathers the module's unit before its backward pass. A copy of the model is refused here, because
-    `copy.deepcopy` also copies the hooks, which refer to this object.
+    Construction registers the hooks. Every module has hooks, so a module that is called directly also gathers its unit.
+    Each module's outputs have a hook that gathers the module's unit before its backward pass. A copy of the model is
+    refused here, because `copy.deepcopy` also copies the hooks, which refer to this object.
 
     Phases between two steps of the optimizer:
 
@@ -281,14 +281,6 @@ class Runtime(PassOwner, NotCopied):
         self._order = _GatherOrder()
         # The current backward pass, if any.
         self._running: _Pass | None = None
-
-    def _change(self, event: str) -> None:
-        """Move to the phase that an event leads to; only this method changes the phase."""
-        self.phase = TRANSITIONS[event][self.phase]
-
-    # -- hooks ----------------------------------------------------------------------------------
-    def hook(self) -> None:
-        """Register all hooks."""
         for unit in self._units:
             for module in unit.modules:
                 # Use `prepend`, because a user's hook may read the parameters, and `always_call`, because a forward
@@ -303,6 +295,11 @@ class Runtime(PassOwner, NotCopied):
                     hook = partial(self._arrive, unit, flat, index)
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
+    def _change(self, event: str) -> None:
+        """Move to the phase that an event leads to; only this method changes the phase."""
+        self.phase = TRANSITIONS[event][self.phase]
+
+    # -- hooks ----------------------------------------------------------------------------------
     def _enter(self, unit: Unit, module: nn.Module, args: Any, kwargs: Any) -> None:
         if eval_frame.get_eval_frame_callback() is not None:
             raise RuntimeError("torch.compile cannot trace a ShardedModel's hooks. Compile functions inside modules")

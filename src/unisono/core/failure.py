@@ -81,8 +81,10 @@ def left_error(rank: int) -> PeerLostError:
         >>> print(left_error(2))
         rank 2 has left (it closed the communicator, or its program has ended). Did it make fewer calls?
     """
-    text = f"rank {rank} has left (it closed the communicator, or its program has ended). Did it make fewer calls?"
-    return PeerLostError(text, peer=rank)
+    return PeerLostError(
+        f"rank {rank} has left (it closed the communicator, or its program has ended). Did it make fewer calls?",
+        peer=rank,
+    )
 
 
 def connection_error(rank: int | None) -> PeerLostError:

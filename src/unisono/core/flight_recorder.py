@@ -435,9 +435,6 @@ def site_text(place: Place) -> str | None:
     if not isinstance(place, tuple):
         return place
     code, instruction = place
-    line = code.co_firstlineno
-    for start, end, number in code.co_lines():
-        if start <= instruction < end and number is not None:
-            line = number
-            break
+    lines = (number for start, end, number in code.co_lines() if start <= instruction < end and number is not None)
+    line = next(lines, code.co_firstlineno)
     return f"{os.path.basename(code.co_filename)}:{line}"

@@ -255,12 +255,8 @@ def format_bytes(nbytes: int) -> str:
     """
     if nbytes < 1024:
         return f"{nbytes} B"
-    size = float(nbytes)
-    for unit in ("KiB", "MiB", "GiB"):
-        size /= 1024
-        if size < 1024 or unit == "GiB":
-            break
-    return f"{size:.1f} {unit}"
+    power = min((nbytes.bit_length() - 1) // 10, 3)
+    return f"{nbytes / 1024**power:.1f} {('KiB', 'MiB', 'GiB')[power - 1]}"
 
 
 def wait_any(works: Sequence[Work], timeout: Timeout | None = None) -> int:

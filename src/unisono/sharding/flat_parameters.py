@@ -108,7 +108,7 @@ class FlatParameters:
         reduce_dtype: Dtype in which gradients are averaged; the dtype of the gathered parameters if None.
 
     Attributes:
-        names, parameters: Names and tensors of the parameters.
+        parameters: The parameters.
         layout: Positions of the parameters in the flat tensor.
         part: This rank's elements, in the parameters' original dtype.
         pieces: This rank's slice of each parameter, in the memory of `part`; may be empty.
@@ -126,7 +126,6 @@ class FlatParameters:
         param_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        self.names: list[str] = [name for name, _ in named]
         self.parameters: list[nn.Parameter] = [p for _, p in named if isinstance(p, nn.Parameter)]
         self.gathered: bool = False
         self._comms = comms
@@ -248,14 +247,14 @@ class FlatParameters:
         # Skip freed parameters: their version counters differ from `_version` even without a write, because `_show` has
         # increased them.
         if self.gathered:
-            for name, parameter, place in zip(self.names, self.parameters, self._places, strict=True):
+            for piece, parameter, place in zip(self.pieces, self.parameters, self._places, strict=True):
                 if parameter._version != self._version:
-                    return name
+                    return piece.name
                 if parameter.data_ptr() != place.data_ptr():
                     # Point the parameters to `_places` again, where gathers write. Otherwise, all later steps would use
                     # the assigned values.
                     self._point_to(self._places)
-                    return name
+                    return piece.name
         return None
 
     def is_seen_by(self, tensor: torch.Tensor) -> bool:
@@ -284,9 +283,9 @@ class FlatParameters:
 
     def unlike_whole(self) -> str | None:
         """Return the name of a parameter that got `.data` of another shape, dtype or device since `show_whole`."""
-        for name, parameter, place in zip(self.names, self.parameters, self._places, strict=True):
+        for piece, parameter, place in zip(self.pieces, self.parameters, self._places, strict=True):
             if (parameter.shape, parameter.dtype, parameter.device) != (place.shape, self.part.dtype, place.device):
-                return name
+                return piece.name
         return None
 
     def assigned(self, flat: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -80,7 +80,7 @@ class Unit:
         """Raise `RuntimeError` if a parameter was unfrozen since the model was sharded."""
         for flat in self.flats:
             if flat.frozen and any(p.requires_grad for p in flat.parameters):
-                name = next(n for n, p in zip(flat.names, flat.parameters, strict=True) if p.requires_grad)
+                name = next(each.name for each, p in zip(flat.pieces, flat.parameters, strict=True) if p.requires_grad)
                 raise RuntimeError(
                     f"{name!r} was frozen when its model was sharded. Call remove(), and shard the model again"
                 )
@@ -103,11 +103,12 @@ class Unit:
 
     def is_complete(self) -> bool:
         """Return whether each trained parameter has an unreduced gradient from the current pass."""
-        for flat in self.trained:
-            for index, parameter in enumerate(flat.parameters):
-                if parameter.requires_grad and index not in flat.gradient.arrived:
-                    return False
-        return True
+        return all(
+            index in flat.gradient.arrived
+            for flat in self.trained
+            for index, parameter in enumerate(flat.parameters)
+            if parameter.requires_grad
+        )
 
 
 def make_units(
@@ -382,7 +383,7 @@ class Runtime(PassOwner, NotCopied):
         assert grad is not None
         if grad.layout != torch.strided:
             raise self._pass.failed(
-                RuntimeError(f"{flat.names[index]!r} has a sparse gradient, which has no parts. Use sparse=False")
+                RuntimeError(f"{flat.pieces[index].name!r} has a sparse gradient, which has no parts. Use sparse=False")
             )
         with torch.no_grad():
             flat.gradient.take(index, grad)
@@ -523,9 +524,9 @@ class Runtime(PassOwner, NotCopied):
     def _check_same_gradients(self) -> None:
         """Raise `MismatchError` on every rank if ranks have gradients for different parameters. Collective."""
         known = [
-            (name, index in flat.gradient.taken or index in flat.gradient.reduced)
+            (piece.name, index in flat.gradient.taken or index in flat.gradient.reduced)
             for flat in self._trained
-            for index, name in enumerate(flat.names)
+            for index, piece in enumerate(flat.pieces)
         ]
         here = torch.tensor([there for _, there in known], dtype=torch.uint8, device=self._flats[0].part.device)
         both = torch.cat([here, 1 - here])
@@ -546,8 +547,8 @@ class Runtime(PassOwner, NotCopied):
         for flat, index in places:
             if index in flat.gradient.taken:
                 raise RuntimeError(
-                    f"{action} follows a backward() inside no_sync(), so the gradient of {flat.names[index]!r} is not "
-                    "averaged. Run the last backward() of a step outside no_sync()"
+                    f"{action} follows a backward() inside no_sync(), so the gradient of {flat.pieces[index].name!r} "
+                    "is not averaged. Run the last backward() of a step outside no_sync()"
                 )
 
     def forget(self, places: Iterable[Place]) -> None:

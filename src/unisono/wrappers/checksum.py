@@ -11,7 +11,7 @@ import xxhash
 
 from unisono.core.staging import digest
 from unisono.core.transport import Transport
-from unisono.core.types import Message, Recv, Send, Work
+from unisono.core.types import Message, Send, Work
 from unisono.core.work import ChainedWork
 from unisono.errors import CorruptedError
 from unisono.wrappers.base import Wrapper
@@ -71,10 +71,9 @@ class Checksummed(Wrapper):
             frame = Frame(message, self._numbers[key])
             if isinstance(message, Send):
                 frame.pack()
-                out.append(Send(frame.packed, message.peer, message.tag))
             else:
                 expected.append(frame)
-                out.append(Recv(frame.packed, message.peer, message.tag))
+            out.append(type(message)(frame.packed, message.peer, message.tag))
         work = self.inner.post(out)
 
         def unpack() -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from torch._C._dynamo import eval_frame
 from torch.utils._pytree import tree_leaves
 
+from unisono.core.work import raised_by
 from unisono.errors import MismatchError
 from unisono.sharding.comms import NotCopied, ShardComms
 from unisono.sharding.flat_parameters import FlatParameters, OneStream
@@ -558,11 +559,7 @@ class Runtime(PassOwner, NotCopied):
 
     def check_step(self, places: Sequence[Place], optimizer: ShardOptimizer, *_: object) -> None:
         """Hook before an optimizer's step: raise on all ranks unless all ranks take the same step. Collective."""
-        problem: Exception | None = None
-        try:
-            self.check_reduced("optimizer.step()", places)
-        except RuntimeError as error:
-            problem = error
+        problem = raised_by(partial(self.check_reduced, "optimizer.step()", places))
         # Remove GradScaler's attributes, which it deletes only after a successful step. Otherwise, a later step without
         # a GradScaler would also be refused.
         scaled = [optimizer.__dict__.pop(name, None) is not None for name in ("found_inf", "grad_scale")]

@@ -8,7 +8,7 @@ import inspect
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from itertools import chain
 from typing import Any
 
@@ -91,11 +91,7 @@ class ShardOptimizer(NotCopied, Optimizer):
         return state
 
     def _wrap(self, key: str, value: Any, piece: ParameterPiece) -> Any:
-        def wrap(leaf: Any) -> Any:
-            shaped = isinstance(leaf, torch.Tensor) and leaf.shape == piece.tensor.shape
-            return piece.wrap(leaf) if shaped else leaf
-
-        return value if key in self.shared else tree_map(wrap, value)
+        return value if key in self.shared else tree_map(partial(_wrapped, piece), value)
 
     def snapshot(self) -> dict[str, Any]:
         """Return `state_dict()`, which contains this rank's whole state. See `un.elastic.Recovery`."""
@@ -133,6 +129,11 @@ class ShardOptimizer(NotCopied, Optimizer):
 
     def _unwrap(self, key: str, value: Any, piece: ParameterPiece) -> Any:
         return copy.deepcopy(value) if key in self.shared else tree_map(lambda leaf: unwrap(key, leaf, piece), value)
+
+
+def _wrapped(piece: ParameterPiece, leaf: Any) -> Any:
+    """Return a leaf of a parameter's state: a shard if it has the shape of this rank's piece, or else the leaf."""
+    return piece.wrap(leaf) if isinstance(leaf, torch.Tensor) and leaf.shape == piece.tensor.shape else leaf
 
 
 def shard_optimizer(
@@ -604,7 +605,7 @@ def check_same_step(
     gradients: Sequence[torch.Tensor],
     step: int,
     comm: Communicator,
-    problem: Exception | None = None,
+    problem: BaseException | None = None,
 ) -> None:
     """Raise on every rank if any rank has a problem, or if gradients or options differ between ranks. Collective.
 

@@ -276,8 +276,7 @@ class ActivityRegistry:
         """Return this rank's activity: its communicators, most recently used last, and their thread's current stack."""
         known = self.open()
         owner = known[-1].owner if known else threading.main_thread().ident
-        groups = [activity.to_dict() for activity in known]
-        return {"pid": os.getpid(), "groups": groups, **_position(owner or 0)}
+        return {"pid": os.getpid(), "groups": [activity.to_dict() for activity in known], **_position(owner or 0)}
 
 
 def _position(thread: int) -> dict[str, Any]:

@@ -58,8 +58,7 @@ class Hold:
         """Return the open engines that a thread owns, including held ones, largest group first."""
         # Skip closed engines: thread identifiers are reused, so an exited thread with this identifier may have left
         # engines behind.
-        usable = [engine for engine in self._known() if not engine.activity.life.closed]
-        found = [engine for engine in usable if engine.activity.owner == thread]
+        found = [e for e in self._known() if e.activity.owner == thread and not e.activity.life.closed]
         return sorted(found, key=lambda engine: -engine.activity.group.size)
 
     def _known(self) -> list[_Holdable]:

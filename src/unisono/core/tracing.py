@@ -85,9 +85,8 @@ checked separately, by reading the global `profiler._is_profiler_enabled`.
 
 def emit(sink: Sink, kind: str, name: str, group: Group, start_s: float, nbytes: int, detail: dict[str, Any]) -> None:
     """Emit an event of this rank; the event ends now."""
-    rank = group.rank
-    end = time.perf_counter()
-    sink(TraceEvent(kind, name, group.name, rank, start_s, end, nbytes, detail, group.members[rank]))
+    end_s = time.perf_counter()
+    sink(TraceEvent(kind, name, group.name, group.rank, start_s, end_s, nbytes, detail, group.members[group.rank]))
 
 
 def flow_of(group: Group, kind: str, peer: int, tag: int, number: str) -> str:

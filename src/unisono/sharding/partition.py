@@ -71,11 +71,10 @@ def partition(model: nn.Module, units: UnitPolicy = None) -> list[UnitPlan]:
     return [plan for plan in plans.values() if plan.parameters or not plan.name]
 
 
-def _policy(units: UnitPolicy) -> Callable[[nn.Module], bool]:
+def _policy(units: Iterable[type[nn.Module]] | Callable[[nn.Module], bool]) -> Callable[[nn.Module], bool]:
     if isinstance(units, Iterable):
         classes = tuple(units)
         return lambda module: isinstance(module, classes)
-    assert units is not None
     return units
 
 

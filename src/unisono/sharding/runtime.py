@@ -46,7 +46,7 @@ class Unit:
         flats: The unit's parameters, grouped by dtype, device and `requires_grad`.
 
     Attributes:
-        name, modules, flats: Name, modules and parameters of the unit.
+        plan, flats: Name, modules and parameters of the unit.
         trained: The flat parameters that are not frozen.
         gathered: Whether the unit's parameters are usable.
         running: The modules whose forward is running, the innermost one last.
@@ -58,8 +58,7 @@ class Unit:
     """
 
     def __init__(self, plan: UnitPlan, flats: Sequence[FlatParameters]) -> None:
-        self.name: str = plan.name
-        self.modules: list[nn.Module] = plan.modules
+        self.plan = plan
         self.flats = flats
         self.trained: list[FlatParameters] = [flat for flat in flats if not flat.frozen]
         self.gathered: bool = False
@@ -284,7 +283,7 @@ class Runtime(PassOwner, NotCopied):
         # The current backward pass, if any.
         self._running: _Pass | None = None
         for unit in self._units:
-            for module in unit.modules:
+            for module in unit.plan.modules:
                 # Use `prepend`, because a user's hook may read the parameters, and `always_call`, because a forward
                 # that raises must also free its unit.
                 self._handles += [
@@ -341,7 +340,7 @@ class Runtime(PassOwner, NotCopied):
             # Two units stay gathered for the backward pass: the model's own unit, which is used throughout, and the
             # last unit of the forward, with which the backward pass begins. Without a hook on an output, a unit that
             # stayed gathered would not be freed until the next forward.
-            stays = watched and (unit.name == "" or unit is self._order.last)
+            stays = watched and (unit.plan.name == "" or unit is self._order.last)
             if not unit.running and not stays and not unit.is_seen_by(returned):
                 unit.free()
             # Abort only when the outermost module ends, because a module may catch an error of its submodule.
@@ -358,8 +357,8 @@ class Runtime(PassOwner, NotCopied):
         if version != self._version:
             raise self._pass.failed(
                 RuntimeError(
-                    f"parameters were changed between the forward and the backward of unit {unit.name!r} of a sharded "
-                    "model. Call backward() before optimizer.step()"
+                    f"parameters were changed between the forward and the backward of unit {unit.plan.name!r} of a "
+                    "sharded model. Call backward() before optimizer.step()"
                 )
             )
         if call not in unit.open:

@@ -130,8 +130,7 @@ class Checked(Wrapper):
         return None if self.full else self.inner.plain()
 
     def starts(self, call: Call) -> bool:
-        later = self._later is not None and call.fingerprint.operation not in _BEFORE
-        return later and self.inner.starts(call)
+        return self._later is not None and call.fingerprint.operation not in _BEFORE and self.inner.starts(call)
 
     def settle(self) -> None:
         if self._later is not None:

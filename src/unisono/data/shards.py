@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -104,14 +105,6 @@ class ShardPartition(IterableDataset[T_co]):
     ) -> None:
         self.shards: list[str] = list(shards)
         self._read = read
-        # This rank's progress: the number of completed shards, and the number of samples used from the next shard.
-        self._done = 0
-        self._skip = 0
-        # Lengths of the shards that this process has read, and the number of samples read so far from the current
-        # shard.
-        self._lengths: list[int] = []
-        self._reading = 0
-        self._jobs: list[_Job] = []
         self.rank: int
         self.num_replicas: int
         self.rank, self.num_replicas = ranks_of(comm, num_replicas, rank)
@@ -144,26 +137,15 @@ class ShardPartition(IterableDataset[T_co]):
         Raises:
             ValueError: `count` is negative, or exceeds the number of samples that this process has read.
         """
-        left = operator.index(count)
-        done = self._done
-        skip = self._skip
-        if left < 0:
+        more = operator.index(count)
+        if more < 0:
             raise ValueError(f"a rank cannot have trained on {count} more samples")
-        while left:
-            if done < len(self._lengths):
-                length = self._lengths[done]
-            elif done == len(self._lengths) and skip + left <= self._reading:
-                length = skip + left + 1
-            else:
-                raise ValueError(f"this process has not read {count} more samples; with loader workers it cannot know")
-            step = min(left, length - skip)
-            left = left - step
-            skip = skip + step
-            if skip == length:
-                done = done + 1
-                skip = 0
-        self._done = done
-        self._skip = skip
+        position = self._ends[self._done] + self._skip + more
+        if more and position > self._ends[-1] + self._reading:
+            raise ValueError(f"this process has not read {count} more samples; with loader workers it cannot know")
+        # The last of several equal ends: shards without samples are complete as soon as they are reached.
+        self._done = bisect_right(self._ends, position) - 1
+        self._skip = position - self._ends[self._done]
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's progress as plain values."""
@@ -202,7 +184,7 @@ class ShardPartition(IterableDataset[T_co]):
         if same:
             self._done = by_rank[self.rank]["done"]
             self._skip = by_rank[self.rank]["skip"]
-            self._lengths = [0] * self._done
+            self._ends = [0] * (self._done + 1)
         else:
             self._close([(by_rank[rank]["done"], by_rank[rank]["skip"]) for rank in range(first["parts"])])
 
@@ -216,13 +198,16 @@ class ShardPartition(IterableDataset[T_co]):
     def _begin(self, epoch: int) -> None:
         self.epoch = epoch
         self._resumed = False
+        # This rank's progress: the number of completed shards, and the number of samples used from the next shard.
         self._done = 0
         self._skip = 0
-        self._lengths = []
+        # The total length of the first n shards that this process has read, for n from 0, and the number of samples
+        # read so far from the current shard.
+        self._ends = [0]
         self._reading = 0
         self._passes = WorkerEpochCheck()
         order = IndexShuffle(len(self.shards), self.seed, epoch) if self.shuffle else range(len(self.shards))
-        self._jobs = [(shard, 0) for shard in order]
+        self._jobs: list[_Job] = [(shard, 0) for shard in order]
 
     def _close(self, progress: Sequence[tuple[int, int]]) -> None:
         left: list[tuple[int, _Job]] = []
@@ -273,11 +258,11 @@ class _ShardIterator(Iterator[T_co]):
         """Record where shards end, for use by `advance`; only in a process without loader workers."""
         of = self._of
         number = self._first + self._at
-        if not self._alone or number < len(of._lengths):
+        if not self._alone or number < len(of._ends) - 1:
             return
         so_far = self._taken + (self._skipped if self._at == 0 else 0)
         if complete:
-            of._lengths.append(so_far)
+            of._ends.append(of._ends[-1] + so_far)
         of._reading = 0 if complete else so_far
 
     def state_dict(self) -> dict[str, Any]:

@@ -109,11 +109,9 @@ class PartitionSampler(DistributedSampler[Any]):
         self.rule: Partitioner = resolve(partition, dataset)
         self.shuffle: bool = self.rule.shuffles if shuffle is None else shuffle
         self.seed: int = operator.index(seed)
-        self.epoch: int = 0
         self.drop_last = drop_last
         self.padding = padding
-        self._phases: list[ShardingPhase] = []
-        self._pass: EpochProgress | None = None
+        self._begin(0)
         # Epoch passed to `set_epoch` since the last pass through the samples ended; None if `set_epoch` has not been
         # called since then.
         self._requested_epoch: int | None = None
@@ -231,19 +229,19 @@ class PartitionSampler(DistributedSampler[Any]):
             self._resume(states, common)
 
     def _resume(self, states: Sequence[dict[str, Any]], common: dict[str, Any]) -> None:
-        self.epoch = common["epoch"]
+        self._begin(common["epoch"])
         self.seed = common["seed"]
         self._phases = phases_of(common)
-        self._pass = None
-        own = next((each for each in states if each["rank"] == self.rank), None)
-        same = common["parts"] == self.num_replicas > 1 and common["settings"] == self.rule.settings()
-        if same and own is not None:
-            # The parts have not changed, so the progress of the other ranks does not matter.
-            self._go_to(int(own["taken"]))
-        elif same:
-            self._go_to(self._counts(states, common)[self.rank])
-        else:
+        if common["parts"] != self.num_replicas or self.num_replicas == 1 or common["settings"] != self.rule.settings():
             self._close(common, self._counts(states, common))
+            return
+        # If the parts have not changed, the progress of the other ranks does not matter.
+        own = next((each for each in states if each["rank"] == self.rank), None)
+        taken = self._counts(states, common)[self.rank] if own is None else int(own["taken"])
+        current = self._now()
+        if not 0 <= taken <= len(current.indices):
+            raise ValueError(f"the state records {taken} samples used by this rank, which has {len(current.indices)}")
+        current.start = current.taken = taken
 
     def rebuild(self, comm: Any, *, like: int | None = None, states: Sequence[dict[str, Any]] | None = None) -> None:
         """Move to a communicator with different ranks, and redistribute this epoch's uncommitted samples.
@@ -267,12 +265,11 @@ class PartitionSampler(DistributedSampler[Any]):
         old = [state for state in here if state["begun"]]
         common = check_states(old or here[:1], self._identity())
         with unchanged_on_error(self):
-            self.epoch = latest
+            self._begin(latest)
             self.seed = common["seed"]
             self.rank = rank
             self.num_replicas = size
             self._phases = phases_of(common)
-            self._pass = None
             self.compare_on(comm)
             if old:
                 self._close(common, self._counts(old, common, lost=True))
@@ -305,8 +302,8 @@ class PartitionSampler(DistributedSampler[Any]):
 
     def _begin(self, epoch: int) -> None:
         self.epoch = epoch
-        self._phases = []
-        self._pass = None
+        self._phases: list[ShardingPhase] = []
+        self._pass: EpochProgress | None = None
 
     def _end(self, which: EpochProgress) -> None:
         which.end()
@@ -354,12 +351,6 @@ class PartitionSampler(DistributedSampler[Any]):
         lengths = [len(part) for part in self._dealt(self._phases, common["parts"], rule).parts]
         taken = tuple(min(count, length) for count, length in zip(counts, lengths, strict=True))
         self._phases = added(self._phases, ShardingPhase(common["parts"], taken, common["settings"]), rule, lengths)
-
-    def _go_to(self, taken: int) -> None:
-        current = self._now()
-        if not 0 <= taken <= len(current.indices):
-            raise ValueError(f"the state records {taken} samples used by this rank, which has {len(current.indices)}")
-        current.start = current.taken = taken
 
     def _walk_state(self, token: EpochProgress, given: int, through: bool | None) -> dict[str, Any]:
         """Return the state of an iteration after its first `given` samples are committed."""

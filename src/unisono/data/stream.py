@@ -75,12 +75,7 @@ class StreamPartition(IterableDataset[T_co]):
         self.num_replicas: int
         self.rank, self.num_replicas = ranks_of(comm, num_replicas, rank)
         self.batch_size = batch_size
-        self.epoch: int = 0
-        # Positions that were committed before the number of ranks changed: all below `_edge`, except `_holes`.
-        self._edge = 0
-        self._taken = 0
-        self._holes: list[int] = []
-        self._passes = WorkerEpochCheck()
+        self._begin(0)
 
     def __iter__(self) -> Iterator[T_co]:
         refuse_second_split(self.num_replicas)
@@ -94,11 +89,7 @@ class StreamPartition(IterableDataset[T_co]):
         """
         epoch = operator.index(epoch)
         if epoch != self.epoch:
-            self.epoch = epoch
-            self._edge = 0
-            self._holes = []
-            self._taken = 0
-            self._passes = WorkerEpochCheck()
+            self._begin(epoch)
         if callable(forward := getattr(self.dataset, "set_epoch", None)):
             forward(epoch)
 
@@ -136,17 +127,23 @@ class StreamPartition(IterableDataset[T_co]):
         if not states or any(s.get("format") != _FORMAT or any(s[k] != states[0][k] for k in keys) for s in states):
             raise ValueError("the states must be those of a StreamPartition, from one job at one time")
         first = states[0]
-        self.epoch = first["epoch"]
+        self._begin(first["epoch"])
         self._edge = first["edge"]
         self._holes = list(first["holes"])
-        self._taken = 0
-        self._passes = WorkerEpochCheck()
         taken = {s["rank"]: s["taken"] for s in states}
         if first["parts"] == self.num_replicas and self.rank in taken:
             self._taken = taken[self.rank]
             return
         counts = [taken.get(rank, max(taken.values())) for rank in range(first["parts"])]
         self._close(counts)
+
+    def _begin(self, epoch: int) -> None:
+        self.epoch = epoch
+        # Positions that were committed before the number of ranks changed: all below `_edge`, except `_holes`.
+        self._edge = 0
+        self._holes: list[int] = []
+        self._taken = 0
+        self._passes = WorkerEpochCheck()
 
     def _position(self, number: int) -> int:
         """Return the stream position of uncommitted sample `number`, counted from 0."""

@@ -476,7 +476,7 @@ class Restorer:
 
         def put() -> Any:
             try:
-                return unpack(node, self.values.__getitem__, self._special)
+                return unpack(node, self.values.__getitem__, self._source)
             except _UNREADABLE as error:
                 raise FormatError(f"its state is not one that unisono writes ({error})") from error
 
@@ -486,19 +486,8 @@ class Restorer:
         found = list(names_in(node))
         for tag, body in tagged(node):
             if tag == "$rank":
-                mine = self._source(*body)
-                found += self._names(mine) if mine is not None else []
+                found += self._names(self._source(*body))
         return found
-
-    def _special(self, tag: str, body: Any) -> Any:
-        if tag == "$state":
-            return unpack(body[1], self.values.__getitem__, self._special)
-        if tag == "$generator":
-            return self.values[str(body)]
-        if tag == "$rank":
-            mine = self._source(*body)
-            return None if mine is None else unpack(mine, self.values.__getitem__, self._special)
-        raise ValueError(f"there is a value of the unknown kind {tag!r}")
 
 
 def _adapts(module: torch.nn.Module) -> bool:

@@ -508,21 +508,22 @@ def sequence_of(node: Node, items: list[Any]) -> list[Any] | tuple[Any, ...]:
     return tuple(items) if tag_of(node) == "$tuple" else items
 
 
-def unpack(node: Node, tensor: Callable[[str], torch.Tensor], special: Callable[[str, Any], Any] | None = None) -> Any:
-    """Return the value that `Packer.pack` packed into a tree.
+def unpack(
+    node: Node, tensor: Callable[[str], torch.Tensor], per_rank: Callable[[int, str], Node] | None = None
+) -> Any:
+    """Return the value that `Packer.pack` packed into a tree, with plain values in place of objects.
 
     Args:
         node: The tree.
         tensor: Function that returns the tensor with a given name.
-        special: Function called with the tag and content of each node that this module cannot unpack, such as an
-            object's state.
+        per_rank: Function that returns the tree of a per-rank value with a given number and policy.
 
     Raises:
         ValueError, TypeError, KeyError: The tree is not one that `pack` produces.
     """
 
     def inner(item: Node) -> Any:
-        return unpack(item, tensor, special)
+        return unpack(item, tensor, per_rank)
 
     tag = tag_of(node)
     if tag is None:
@@ -530,11 +531,11 @@ def unpack(node: Node, tensor: Callable[[str], torch.Tensor], special: Callable[
             return {key: inner(item) for key, item in node.items()}
         return [inner(item) for item in node] if isinstance(node, list) else node
     body = node[tag]
-    if tag in _READ:
-        return _READ[tag](body, inner, tensor)
-    if special is None:
+    if tag == "$rank" and per_rank is not None:
+        return inner(per_rank(*body))
+    if tag not in _READ:
         raise ValueError(f"there is a value of the unknown kind {tag!r}")
-    return special(tag, body)
+    return _READ[tag](body, inner, tensor)
 
 
 _Inner = Callable[[Node], Any]
@@ -598,6 +599,8 @@ def _array(body: Any, tensor: _Named) -> Any:
 
 _READ: dict[str, Callable[[Any, _Inner, _Named], Any]] = {
     "$tensor": lambda body, inner, tensor: tensor(body),
+    "$generator": lambda body, inner, tensor: tensor(body),
+    "$state": lambda body, inner, tensor: inner(body[1]),
     "$numbers": lambda body, inner, tensor: tensor(body).tolist(),
     "$tuple": lambda body, inner, tensor: tuple(inner(body)),
     "$set": lambda body, inner, tensor: set(inner(body)),

@@ -30,7 +30,6 @@ from unisono.checkpoint.tree import (
     Node,
     PerRank,
     elements_of,
-    empty_of,
     entries_of,
     is_stateful,
     join,
@@ -238,7 +237,7 @@ class Restorer:
         elements = elements_of(node)
         firm = mode in ("top", "strict") and not (isinstance(node, dict) and tag_of(node) == "$numbers")
         if isinstance(target, dict) and items is not None:
-            like = empty_of(node)
+            like = DICTS.get(tag_of(node) or "", dict)()
             if isinstance(target, defaultdict) and tag_of(node) not in DICTS:
                 like = defaultdict(target.default_factory)
             return self._match_dict(target, items, path, mode, like if fresh else None)

@@ -6,7 +6,6 @@ A dict with a single key that begins with `$` represents a value of a type that 
 from __future__ import annotations
 
 import base64
-import ctypes
 import json
 import math
 import random
@@ -23,6 +22,8 @@ import torch
 
 from unisono.checkpoint.errors import FormatError
 from unisono.core.tensor_shard import TensorShard
+from unisono.core.tensors import view_of
+from unisono.serialization.classes import class_of
 from unisono.serialization.tensors import has_no_storage
 
 __all__ = [
@@ -39,7 +40,6 @@ __all__ = [
     "check_savable",
     "dtype_of",
     "elements_of",
-    "empty_of",
     "entries_of",
     "is_stateful",
     "join",
@@ -366,14 +366,9 @@ class Packer:
         if isinstance(value, Enum):
             kind = type(value)
             return {"$enum": [kind.__module__, kind.__qualname__, value.name, self.pack(value.value, path)]}
-        if isinstance(value, complex):
-            return {"$complex": [repr(value.real), repr(value.imag)]}
-        if isinstance(value, range):
-            return {"$range": [value.start, value.stop, value.step]}
-        if isinstance(value, torch.dtype):
-            return {"$dtype": str(value).removeprefix("torch.")}
-        if isinstance(value, torch.device):
-            return {"$device": str(value)}
+        for tag, (known, write) in _WRITE.items():
+            if isinstance(value, known):
+                return {tag: write(value)}
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
             return self._array(numpy, value, path)
@@ -488,11 +483,6 @@ def _no_tensor(name: str) -> torch.Tensor:
     raise ValueError("a tensor cannot be a key")
 
 
-def empty_of(node: Node) -> dict[Any, Any]:
-    """An empty dict of the type that was saved."""
-    return DICTS.get(tag_of(node) or "", dict)()
-
-
 def elements_of(node: Node) -> list[Node] | None:
     """Elements of a saved list or tuple; None if the node is neither."""
     tag = tag_of(node)
@@ -560,21 +550,15 @@ def named_tuple(module: str, name: str, made: tuple[Any, ...]) -> tuple[Any, ...
 
 def _imported(module: str, name: str, base: type[_Type]) -> type[_Type] | None:
     """Return a class only if its module is already imported, so that a file cannot cause code to run."""
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, "__dict__", {}).get(part)
-    return found if isinstance(found, type) and issubclass(found, base) else None
-
-
-def _pairs(body: Any, inner: _Inner) -> list[tuple[Any, Any]]:
-    return [(inner(key), inner(item)) for key, item in body]
+    found = class_of(f"{module}:{name}")
+    return found if found is not None and issubclass(found, base) else None
 
 
 def _filled(make: Callable[[], dict[Any, Any]], body: Any, inner: _Inner, tensor: _Named) -> dict[Any, Any]:
     made = make()
-    for key, item in _pairs(body, inner):
+    for key, item in body:
         # A Counter's `update` would add to the counts instead of replacing them.
-        made[key] = item
+        made[inner(key)] = inner(item)
     return made
 
 
@@ -597,6 +581,12 @@ def _array(body: Any, tensor: _Named) -> Any:
     return np.frombuffer(bytearray(memory_of(flat)), dtype=kind).reshape(shape)
 
 
+_WRITE: dict[str, tuple[type, Callable[[Any], Any]]] = {
+    "$complex": (complex, lambda value: [repr(value.real), repr(value.imag)]),
+    "$range": (range, lambda value: [value.start, value.stop, value.step]),
+    "$dtype": (torch.dtype, lambda value: str(value).removeprefix("torch.")),
+    "$device": (torch.device, str),
+}
 _READ: dict[str, Callable[[Any, _Inner, _Named], Any]] = {
     "$tensor": lambda body, inner, tensor: tensor(body),
     "$generator": lambda body, inner, tensor: tensor(body),
@@ -701,6 +691,4 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def memory_of(flat: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous uint8 CPU tensor, without a copy. The tensor must outlive the memoryview."""
-    if not flat.numel():
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * flat.numel()).from_address(flat.data_ptr())).cast("B")
+    return view_of(flat) if flat.numel() else memoryview(b"")

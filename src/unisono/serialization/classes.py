@@ -23,7 +23,7 @@ from unisono.serialization.format import (
     write,
 )
 
-__all__ = ["find", "install", "register"]
+__all__ = ["class_of", "find", "install", "register"]
 
 ClassT = TypeVar("ClassT", bound=type[Any])
 
@@ -75,7 +75,7 @@ def find(cls: type[Any]) -> Encoder | None:
     if kind is None:
         return known
     name = _name(cls)
-    if _resolve(name) is not cls:
+    if class_of(name) is not cls:
         raise UnsendableError(
             f"a {name}, which no process can find by that name (pass the class to unisono.serialization.register)"
         )
@@ -101,7 +101,7 @@ def _name(cls: type[Any]) -> str:
     return f"{module}:{cls.__qualname__}"
 
 
-def _resolve(name: str) -> type[Any] | None:
+def class_of(name: str) -> type[Any] | None:
     """Return the class with this name, or None if it is unknown. Only dictionaries are read, so no code can run."""
     if name in _registered:
         return _registered[name]
@@ -117,7 +117,7 @@ def _resolve(name: str) -> type[Any] | None:
 
 
 def _known(name: str, kind: str) -> type[Any]:
-    cls = _resolve(name)
+    cls = class_of(name)
     if cls is None or _kind(cls) != kind:
         raise ValueError(f"no {kind} class {name!r} is known here (import its module, or register it)")
     if hook := _hook(name, cls):

@@ -8,6 +8,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -204,29 +205,20 @@ def start(
     if comm is not None:
         # Fail immediately if another rank calls a different collective.
         comm.barrier(timeout=timeout)
-    make = _held(lambda: prepare(state, rank, size, copy=True))
+    # Copy now, but raise an error only in the background, where it is reported to the other ranks.
+    copied: Future[PreparedState] = Future()
+    try:
+        copied.set_result(prepare(state, rank, size, copy=True))
+    except Exception as error:
+        copied.set_exception(error)
 
     def work(background_comm: Communicator | None) -> None:
         scope = CollectiveScope(background_comm, "save", storage.where, timeout)
-        commit(make, storage, scope, dict(extra or {}), progress, newest)
+        commit(copied.result, storage, scope, dict(extra or {}), progress, newest)
         if after is not None:
             after()
 
     return begin(storage.where, comm, work)
-
-
-def _held(make: Callable[[], PreparedState]) -> Callable[[], PreparedState]:
-    """Call `make` now, but defer its error until it can be reported to the other ranks."""
-    try:
-        snapshot = make()
-    except Exception as error:
-        failed = error
-
-        def fail() -> PreparedState:
-            raise failed
-
-        return fail
-    return lambda: snapshot
 
 
 def commit(

@@ -9,7 +9,6 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
@@ -257,12 +256,7 @@ def commit(
     try:
         scope.first(partial(_open, storage, lock), stores=True)
         name = f"{save_id}-{scope.rank:05d}.safetensors"
-        try:
-            parts = scope.all_or_none(lambda: _write(snapshot, storage, name, save_id, progress), stores=True)
-        except CheckpointError:
-            with suppress(OSError):
-                storage.remove(name)
-            raise
+        parts = scope.all_or_none(lambda: _write(snapshot, storage, name, save_id, progress), stores=True)
         scope.first(lambda: _publish(snapshot, parts, storage, save_id, extra, newest, lock), stores=True)
         if scope.rank == 0:
             _remove_files(storage, lock.replaced)
@@ -410,22 +404,15 @@ def _publish(
         per_rank=tuple([tuple(part["trees"]) for part in parts]),
         extra={"unisono": _version(), "torch": str(torch.__version__), **extra},
     )
-    names = [file.name for file in files]
-    try:
-        sizes = storage.sizes()
-        absent = [file.name for file in files if sizes.get(file.name) != file.size]
-        if absent:
-            raise CheckpointError(
-                f"rank 0 does not see {absent[0]}, which another rank wrote; save to storage that all ranks share"
-            )
-        data = manifest.to_bytes()
-        lock.check()
-        storage.publish(MANIFEST, data)
-    except BaseException:
-        if not _is_published(storage, save_id):
-            with suppress(OSError):
-                storage.remove(*names)
-        raise
+    sizes = storage.sizes()
+    absent = [file.name for file in files if sizes.get(file.name) != file.size]
+    if absent:
+        raise CheckpointError(
+            f"rank 0 does not see {absent[0]}, which another rank wrote; save to storage that all ranks share"
+        )
+    data = manifest.to_bytes()
+    lock.check()
+    storage.publish(MANIFEST, data)
 
 
 @cache

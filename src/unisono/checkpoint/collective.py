@@ -31,11 +31,20 @@ __all__ = ["CollectiveScope", "SaveHandle", "SaveQueue", "begin", "finish_earlie
 
 _log = logging.getLogger("unisono.checkpoint")
 
-_KINDS: dict[str, type[CommError]] = {
+_KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind
-    for kind in (CheckpointError, CorruptError, FormatError, NoCheckpointError, StateError, StorageError, MismatchError)
+    for kind in (
+        CheckpointError,
+        CorruptError,
+        FormatError,
+        NoCheckpointError,
+        StateError,
+        StorageError,
+        MismatchError,
+        TypeError,
+        ValueError,
+    )
 }
-_PLAIN: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": ValueError}
 
 
 class CollectiveScope:
@@ -139,12 +148,12 @@ class CollectiveScope:
         return {"kind": type(own).__name__, "said": text, "tensors": list(getattr(own, "tensors", ()))}
 
     def _error_from(self, report: dict[str, Any], rank: int) -> Exception:
-        if report["kind"] in _PLAIN:
-            return _PLAIN[report["kind"]](f"rank {rank} of {self.size}: {report['said']}")
         kind = _KINDS.get(report["kind"], CheckpointError)
+        if not issubclass(kind, CommError):
+            return kind(f"rank {rank} of {self.size}: {report['said']}")
         known: dict[str, Any] = {"rank": rank, "size": self.size, "operation": self._operation}
         if issubclass(kind, CheckpointError):
-            return kind(report["said"], path=self._path, tensors=report["tensors"], **known)
+            known |= {"path": self._path, "tensors": report["tensors"]}
         return kind(report["said"], **known)
 
     def _own(self, error: Exception) -> Exception:
@@ -202,23 +211,19 @@ class SaveHandle:
 
     def __init__(self, path: str, work: Callable[[], None]) -> None:
         self.path = path
-        self._work: Callable[[], None] | None = work
         self._error: BaseException | None = None
         _open.add(self)
-        self._thread = threading.Thread(target=self._run, name=f"unisono save {path}")
+        # The thread, not this object, holds `work`, because `work` keeps the copy of the state in memory.
+        self._thread = threading.Thread(target=self._run, args=(work,), name=f"unisono save {path}")
         self._thread.start()
 
-    def _run(self) -> None:
+    def _run(self, work: Callable[[], None]) -> None:
         try:
-            if self._work is not None:
-                self._work()
+            work()
             _open.discard(self)
         except BaseException as error:
             self._error = error
             _log.error("saving %s failed: %s", self.path, error)
-        finally:
-            # Drop the function, which keeps the copy of the state in memory.
-            self._work = None
 
     def wait(self, timeout: Timeout | None = None) -> None:
         """Wait until the checkpoint is published on all ranks; if the save failed, raise its error.
@@ -230,13 +235,9 @@ class SaveHandle:
             CheckpointError, MismatchError, TypeError: As for `save`.
             CommTimeoutError: The save is still in progress.
         """
-        limit = None if timeout is None else resolve_timeout(timeout)
-        self._thread.join(limit)
-        if self._thread.is_alive():
-            raise CommTimeoutError(f"the save of {self.path} is still running after {limit:g} s", waited_s=limit)
-        _open.discard(self)
-        if self._error is not None:
-            raise self._error
+        error = self.exception(timeout)
+        if error is not None:
+            raise error
 
     def _join(self) -> BaseException | None:
         """Wait for the save, and return its error without marking the error as seen by a caller."""
@@ -266,13 +267,12 @@ class SaveHandle:
         Raises:
             CommTimeoutError: The save is still in progress.
         """
-        try:
-            self.wait(timeout)
-        except BaseException as error:
-            if error is self._error:
-                return error
-            raise
-        return None
+        limit = None if timeout is None else resolve_timeout(timeout)
+        self._thread.join(limit)
+        if self._thread.is_alive():
+            raise CommTimeoutError(f"the save of {self.path} is still running after {limit:g} s", waited_s=limit)
+        _open.discard(self)
+        return self._error
 
 
 class SaveQueue:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -244,21 +245,12 @@ def read_manifest(storage: Storage) -> tuple[Manifest, bytearray]:
 def names_in_headers(storage: Storage) -> list[str]:
     """Return the tensor names in the files' headers, for messages if the manifest is unusable."""
     names: dict[str, None] = {}
-    for name, size in sorted(storage.sizes().items()):
-        if not FILE.fullmatch(name):
-            continue
-        try:
-            source = storage.open(name)
-            try:
-                data = bytearray(min(size, _MOST_HEADER))
-                source.read(0, memoryview(data))
-                length = int.from_bytes(data[:8], "little")
-                text = data[8 : 8 + length]
-                if length == len(text) and cost_of(text) <= GRANTED:
-                    found = json.loads(text)
-                    names.update(dict.fromkeys(str(n).partition("[")[0] for n in found if n != "__metadata__"))
-            finally:
-                source.close()
-        except (OSError, ValueError, RecursionError, TypeError):
-            continue
+    for name in filter(FILE.fullmatch, sorted(storage.sizes())):
+        with suppress(OSError, ValueError, RecursionError, TypeError):
+            data = contents(storage, name, _MOST_HEADER)
+            length = int.from_bytes(data[:8], "little")
+            text = data[8 : 8 + length]
+            if length == len(text) and cost_of(text) <= GRANTED:
+                found = json.loads(text)
+                names.update(dict.fromkeys(str(n).partition("[")[0] for n in found if n != "__metadata__"))
     return list(names)

@@ -12,7 +12,8 @@ import mmap
 import os
 import re
 import stat
-from contextlib import suppress
+import sys
+from contextlib import closing, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -224,19 +225,16 @@ def storage_at(path: str | os.PathLike[str] | Storage) -> Storage:
     return LocalStorage(text.removeprefix("file://"))
 
 
-def contents(storage: Storage, name: str) -> bytearray:
-    """Return the bytes of a small file.
+def contents(storage: Storage, name: str, most: int = sys.maxsize) -> bytearray:
+    """Return the bytes of a small file, or the first `most` bytes of any file.
 
     Raises:
         FileNotFoundError: The file does not exist.
         OSError: The file cannot be read.
     """
-    source = storage.open(name)
-    try:
-        data = bytearray(source.size)
+    with closing(storage.open(name)) as source:
+        data = bytearray(min(source.size, most))
         source.read(0, memoryview(data))
-    finally:
-        source.close()
     return data
 
 
@@ -245,14 +243,15 @@ class LocalStorage:
 
     Args:
         path: The directory; it need not exist.
+        root: Absolute path of the directory, if `path` is relative to an earlier working directory.
     """
 
     kept = True
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, root: Path | None = None) -> None:
         self.where: str = os.path.normpath(path)
         # Use an absolute path, so that a later change of the working directory has no effect.
-        self._root = Path(path).absolute()
+        self._root = root or Path(path).absolute()
         self.name: str = self._root.name
 
     def make(self) -> None:
@@ -316,11 +315,11 @@ class LocalStorage:
             self._root.rmdir()
 
     def child(self, name: str) -> LocalStorage:
-        return self._at(Path(self.where) / name, self._root / name)
+        return LocalStorage(str(Path(self.where) / name), self._root / name)
 
     def parent(self) -> LocalStorage:
         where = Path(self.where)
-        return self._at(where.parent if where.name else self._root.parent, self._root.parent)
+        return LocalStorage(str(where.parent if where.name else self._root.parent), self._root.parent)
 
     def children(self) -> list[str]:
         try:
@@ -328,13 +327,6 @@ class LocalStorage:
                 return sorted(entry.name for entry in entries if entry.is_dir())
         except (FileNotFoundError, NotADirectoryError):
             return []
-
-    @staticmethod
-    def _at(where: Path, root: Path) -> LocalStorage:
-        """Return the storage for another directory: `where` is its path for messages, `root` its absolute path."""
-        made = LocalStorage(str(where))
-        made._root = root
-        return made
 
 
 class LocalSink:

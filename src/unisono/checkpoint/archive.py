@@ -11,7 +11,7 @@ import torch
 from unisono.checkpoint.collective import CollectiveScope
 from unisono.checkpoint.errors import CheckpointError
 from unisono.checkpoint.loader import MapLocation, device_for
-from unisono.checkpoint.manifest import Manifest, TensorEntry, blocks, digest
+from unisono.checkpoint.manifest import Manifest, TensorEntry, digest
 from unisono.checkpoint.reader import Block, Files, read_manifest, windows_of
 from unisono.checkpoint.restore import Restorer, remapped_rank
 from unisono.checkpoint.storage import Storage, storage_at
@@ -69,28 +69,23 @@ class Archive(Mapping[str, torch.Tensor], Closing):
             return torch.empty(0, dtype=torch.uint8).view(entry.dtype).view(entry.shape)
         view = self._files.open(piece.file).view(piece.start, piece.stop)
         if self._check:
-            found = [digest(view[low:high]) for low, high in blocks(0, len(view))]
-            cut = blocks(piece.start, piece.stop)
-            checked = zip(cut, piece.digests, found, strict=True)
-            bad = [
-                Block(piece.file, low, high, expected, name, 0)
-                for (low, high), expected, actual in checked
-                if expected != actual
-            ]
+            bad = [block for block, part in self._parts(name, view) if digest(part) != block.digest]
             self._files.corrupt_error(bad)
         return torch.frombuffer(view, dtype=torch.uint8).view(entry.dtype).view(entry.shape)
 
     def _joined(self, name: str, entry: TensorEntry) -> torch.Tensor:
         flat = torch.empty(entry.nbytes, dtype=torch.uint8)
-        memory = memory_of(flat)
-        bad = []
+        parts = self._parts(name, memory_of(flat))
+        bad = [block for block, part in parts if not self._files.read(block, part, check=self._check)]
+        self._files.corrupt_error(bad)
+        return flat.view(entry.dtype).view(entry.shape)
+
+    def _parts(self, name: str, memory: memoryview) -> Iterator[tuple[Block, memoryview]]:
+        """Yield each block of a tensor, and its place in the memory of the whole tensor."""
         for window in windows_of(self.manifest, [name]):
             for block in window.blocks:
                 if block.name is not None:
-                    into = memory[block.offset : block.offset + block.stop - block.start]
-                    bad += [] if self._files.read(block, into, check=self._check) else [block]
-        self._files.corrupt_error(bad)
-        return flat.view(entry.dtype).view(entry.shape)
+                    yield block, memory[block.offset : block.offset + block.stop - block.start]
 
     def state(self, rank: int = 0) -> Any:
         """Return the whole state of one rank as plain values, with dicts in place of objects.
@@ -161,8 +156,6 @@ def open_archive(
         (['b', 'w'], tensor([0, 1, 2]))
     """
     storage = storage_at(path)
-    archive: list[Archive] = []
-    CollectiveScope(None, "open", storage.where).all_or_none(
-        lambda: archive.append(Archive(storage, map_location, check))
-    )
-    return archive[0]
+    scope = CollectiveScope(None, "open", storage.where)
+    archive: Archive = scope.first(lambda: Archive(storage, map_location, check))
+    return archive

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from functools import partial
 
 from unisono.checkpoint.collective import CollectiveScope
 from unisono.checkpoint.errors import CheckpointError, CorruptError
@@ -44,9 +45,8 @@ def verify(path: str | os.PathLike[str] | Storage, *, progress: Progress | None 
         True
     """
     storage = storage_at(path)
-    found: list[Manifest] = []
-    CollectiveScope(None, "verify", storage.where).all_or_none(lambda: found.append(_verify(storage, progress)))
-    return found[0]
+    manifest: Manifest = CollectiveScope(None, "verify", storage.where).first(partial(_verify, storage, progress))
+    return manifest
 
 
 def _verify(storage: Storage, progress: Progress | None) -> Manifest:

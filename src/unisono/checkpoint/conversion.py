@@ -70,8 +70,8 @@ def convert(source: str | Path, target: str | Path, *, to: str | None = None, tr
         {'w': tensor([1., 1.])}
     """
     file = Path(target)
-    chosen = to if to is not None else next(name for name in FORMATS.names() if FORMATS[name].suits(file))
-    form = FORMATS[chosen]
+    implied = (name for name in FORMATS.names() if file.suffix in FORMATS[name].SUFFIXES)
+    form = FORMATS[next(implied, "unisono") if to is None else to]
     form.write(file, read_any(source, trusted=trusted))
 
 

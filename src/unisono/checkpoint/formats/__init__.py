@@ -11,14 +11,16 @@ __all__ = ["FORMATS", "Format"]
 
 
 class Format(Protocol):
-    """Interface of a file format module."""
+    """Interface of a file format module.
+
+    Attributes:
+        SUFFIXES: Suffixes of output paths that imply this format; other suffixes imply this library's own format.
+    """
+
+    SUFFIXES: tuple[str, ...]
 
     def recognises(self, path: Path) -> bool:
         """Return whether a checkpoint of this format exists at the path."""
-        ...
-
-    def suits(self, path: Path) -> bool:
-        """Return whether the name of an output path implies this format."""
         ...
 
     def read(self, path: Path, trusted: bool) -> Any:

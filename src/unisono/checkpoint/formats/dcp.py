@@ -18,7 +18,9 @@ from torch.distributed.checkpoint import filesystem, metadata
 
 from unisono.checkpoint.errors import CorruptError, FormatError
 
-__all__ = ["read", "recognises", "suits", "write"]
+__all__ = ["SUFFIXES", "read", "recognises", "write"]
+
+SUFFIXES = (".dcp",)
 
 _STRANGE = "its .metadata names {}, which does not belong there"
 
@@ -59,11 +61,6 @@ _CLASSES: dict[str, dict[str, Any]] = {
 def recognises(path: Path) -> bool:
     """Return whether the path is a directory with a `.metadata` file."""
     return (path / ".metadata").is_file()
-
-
-def suits(path: Path) -> bool:
-    """Return whether the path has the suffix `.dcp`."""
-    return path.suffix == ".dcp"
 
 
 def write(path: Path, state: Any) -> None:

@@ -10,17 +10,14 @@ import torch
 from unisono.checkpoint.errors import FormatError
 from unisono.host.distribution import required
 
-__all__ = ["read", "recognises", "suits", "write"]
+__all__ = ["SUFFIXES", "read", "recognises", "write"]
+
+SUFFIXES = (".safetensors",)
 
 
 def recognises(path: Path) -> bool:
     """Return whether the path is a file with the suffix `.safetensors`."""
-    return path.is_file() and suits(path)
-
-
-def suits(path: Path) -> bool:
-    """Return whether the path has the suffix `.safetensors`."""
-    return path.suffix == ".safetensors"
+    return path.is_file() and path.suffix in SUFFIXES
 
 
 def read(path: Path, trusted: bool) -> Any:

@@ -8,17 +8,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["read", "recognises", "suits", "write"]
+__all__ = ["SUFFIXES", "read", "recognises", "write"]
+
+SUFFIXES = (".pt", ".pth", ".bin")
 
 
 def recognises(path: Path) -> bool:
     """Return whether the path is a zip archive, or has one of torch's suffixes (older files are plain pickles)."""
-    return path.is_file() and (zipfile.is_zipfile(path) or suits(path))
-
-
-def suits(path: Path) -> bool:
-    """Return whether the path has the suffix `.pt`, `.pth` or `.bin`."""
-    return path.suffix in (".pt", ".pth", ".bin")
+    return path.is_file() and (zipfile.is_zipfile(path) or path.suffix in SUFFIXES)
 
 
 def read(path: Path, trusted: bool) -> Any:

@@ -9,17 +9,14 @@ from unisono.checkpoint.archive import open_archive
 from unisono.checkpoint.manifest import MANIFEST
 from unisono.checkpoint.saver import save
 
-__all__ = ["read", "recognises", "suits", "write"]
+__all__ = ["SUFFIXES", "read", "recognises", "write"]
+
+SUFFIXES: tuple[str, ...] = ()
 
 
 def recognises(path: Path) -> bool:
     """Return whether the directory contains a manifest."""
     return (path / MANIFEST).exists()
-
-
-def suits(path: Path) -> bool:
-    """Return whether the path lacks the suffixes of the other formats."""
-    return path.suffix not in (".pt", ".pth", ".bin", ".safetensors", ".dcp")
 
 
 def read(path: Path, trusted: bool) -> Any:

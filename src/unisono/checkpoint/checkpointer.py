@@ -92,6 +92,11 @@ class Checkpointer:
     def _comm(self) -> Communicator | None:
         return None if self._given is None else self._given.latest
 
+    @property
+    def _boundaries(self) -> StepBoundaries:
+        """The communicator's step boundaries, by which `un.stop` knows what is saved; unused if there is none."""
+        return StepBoundaries() if self._comm is None else boundaries_of(self._comm)
+
     def step(self, step: int, state: Any) -> bool:
         """Save the state if `every` divides `step`; the call is collective for such steps.
 
@@ -144,7 +149,7 @@ class Checkpointer:
 
     def _save(self, step: int, state: Any) -> None:
         self.wait()
-        self._count_boundaries()
+        self._passed = self._boundaries.passed
         storage = self._storage.child(f"{_PREFIX}{step:010d}")
         extra = {"step": step}
         self._known.add(storage.name)
@@ -155,7 +160,7 @@ class Checkpointer:
             else:
                 write(storage, state, self._comm, extra=extra, newest=self._newest_ns)
                 self._rotate(storage.name)
-                self._note_saved()
+                self._boundaries.saved_at = self._passed
         except MismatchError as error:
             if error.operation != "save":  # Other ranks called a different collective.
                 error.add_note(SAVE_TOGETHER)
@@ -178,10 +183,8 @@ class Checkpointer:
                 checkpoint is damaged, no other checkpoint is loaded instead, but the message names an intact one.
         """
         self.wait()
-        if step is not None:
-            self._load(index(step), state, map_location)
-            return index(step)
-        found = self._newest()
+        given = None if step is None else index(step)
+        found = self._newest() if given is None else given
         while found is not None:
             try:
                 self._load(found, state, map_location)
@@ -189,7 +192,7 @@ class Checkpointer:
             except (NoCheckpointError, CorruptError):
                 # Another process may have saved a newer checkpoint and removed this one.
                 before = found
-                found = self._newest()
+                found = self._newest() if given is None else given
                 if found == before:
                     raise
         return None
@@ -197,8 +200,8 @@ class Checkpointer:
     def _load(self, step: int, state: Any, map_location: MapLocation) -> None:
         load(self._storage.child(f"{_PREFIX}{step:010d}"), state, self._comm, map_location=map_location)
         # If training stops before the next step, the loaded checkpoint is still current, so nothing needs to be saved.
-        self._count_boundaries()
-        self._note_saved()
+        self._passed = self._boundaries.passed
+        self._boundaries.saved_at = self._passed
 
     def steps(self) -> list[int]:
         """Return the numbers of the steps that have complete checkpoints, ascending.
@@ -220,7 +223,7 @@ class Checkpointer:
         self._saving = None
         if saving is not None:
             saving.wait()
-            self._note_saved()
+            self._boundaries.saved_at = self._passed
 
     def close(self) -> None:
         """Wait for the save in progress. With `save_on_stop`, save first if all ranks have stopped (collective).
@@ -230,7 +233,7 @@ class Checkpointer:
         Raises:
             CheckpointError, MismatchError, TypeError: A save has failed.
         """
-        boundaries = StepBoundaries() if self._comm is None else boundaries_of(self._comm)
+        boundaries = self._boundaries
         if self._unsaved is not None and self._save_on_stop and boundaries.stopped:
             self.save(*self._unsaved)
         self.wait()
@@ -243,14 +246,6 @@ class Checkpointer:
                 "step %s is the last, and is not saved: every=%s. Call save() at the end", self._unsaved[0], self.every
             )
         self._unsaved = None
-
-    def _count_boundaries(self) -> None:
-        self._passed = 0 if self._comm is None else boundaries_of(self._comm).passed
-
-    def _note_saved(self) -> None:
-        """Record for `un.stop.exit_status` that the checkpoint last saved or loaded is complete."""
-        if self._comm is not None:
-            boundaries_of(self._comm).saved_at = self._passed
 
     def __enter__(self) -> Self:
         return self
@@ -298,10 +293,8 @@ class Checkpointer:
         try:
             known = [storage for storage in self._complete() if storage.name in self._known]
             found = sorted(known, key=lambda storage: storage.name != saved)
-            retained = [storage.name for storage in found[: self.keep]]
             broken = [name for name in self._storage.children() if _is_ours(name) and self._is_broken(name)]
             for name in [*(storage.name for storage in found[self.keep :]), *broken]:
-                assert name not in retained
                 _remove(self._storage.child(name))
         except OSError as error:
             _log.warning("old checkpoints remain in %s: %s", os.fspath(self._storage.where), error)

@@ -158,14 +158,7 @@ def _manifest(storage: Storage, scope: CollectiveScope) -> Manifest:
     mine: list[Manifest] = []
 
     def read() -> Any:
-        for attempt in range(_ATTEMPTS):
-            manifest, data = read_manifest(storage)
-            try:
-                manifest.check_sizes(storage.sizes())
-                break
-            except CorruptError:
-                if attempt == _ATTEMPTS - 1 or _now(storage) == manifest.id:
-                    raise
+        manifest, data = read_manifest(storage)
         mine.append(manifest)
         return data.decode("ascii"), manifest.nbytes
 
@@ -192,13 +185,15 @@ def _load(storage: Storage, manifest: Manifest, state: Any, scope: CollectiveSco
     builds: list[Callable[[], Any]] = []
 
     def match() -> tuple[list[list[str]], bool]:
+        if scope.rank == 0:
+            manifest.check_sizes(storage.sizes())
         check_location(options.map_location)
         builds.append(restoration.match(state, manifest.state))
         needed = [list(restoration.early.needed), list(restoration.late.needed)]
         absent = [name for name in chain(*needed) if name not in manifest.tensors]
         if absent:
             raise StateError(f"its state refers to {absent[0]!r}, which it does not have")
-        return needed, restoration.has_early
+        return needed, bool(restoration.parts)
 
     found, loads_early = zip(*scope.all_or_none(match), strict=True)
     host = ranks_of_host(scope.comm)
@@ -358,7 +353,6 @@ class TensorLoader:
         self._wanted = wanted
         self._on_bytes = on_bytes
         self._check = bool(options.check)
-        self._same = False
         self._destinations = {
             name: [Destination(restoration.entries[name], wanted.targets.get(name), options.map_location)]
             for name in wanted.needed
@@ -383,11 +377,10 @@ class TensorLoader:
             CorruptError: Data is damaged; the error names all affected tensors.
             OSError: The storage could not be read.
         """
-        self._same = same
         if self._host is None:
             self._attempt(self._read, shares[0])
         elif cached:
-            self._through_memory(self._host, shares)
+            self._through_memory(self._host, shares, check=self._check and not same)
         else:
             self._by_broadcast(self._host, shares)
         self._attempt(self._read, own)
@@ -418,14 +411,15 @@ class TensorLoader:
             self._failed.append(error)
 
     # -- reading through the page cache --------------------------------------------------------
-    def _through_memory(self, host: Communicator, shares: Sequence[Sequence[ReadWindow]]) -> None:
+    def _through_memory(self, host: Communicator, shares: Sequence[Sequence[ReadWindow]], *, check: bool) -> None:
+        """Read all shares. `check`: Whether to check also the other ranks' shares."""
         mine = shares[host.rank]
         for low in range(0, max(map(len, shares)), _STRETCH):
             self._attempt(self._read, mine, low, low + _STRETCH)
             host.barrier()
             for turn in range(1, host.size):
                 others = shares[(host.rank + turn) % host.size]
-                self._attempt(self._read_into_place, others[low : low + _STRETCH], self._check and not self._same)
+                self._attempt(self._read_into_place, others[low : low + _STRETCH], check)
 
     def _read(self, windows: Sequence[ReadWindow], low: int = 0, high: int = sys.maxsize) -> None:
         """Read windows from the disk; prefetch the windows that follow."""
@@ -544,17 +538,15 @@ class Destination:
     ) -> None:
         device = target.device if target is not None else device_for(entry.device, map_location)
         self._target = target
-        made = target.detach() if target is not None else _blank(entry, device)
-        flat = as_bytes(made)
-        if target is not None and flat.data_ptr() != target.data_ptr():
+        if target is not None and target.is_contiguous() and not (target.is_conj() or target.is_neg()):
+            self._made = target.detach()
+        else:
             # Contiguous bytes cannot be copied into a non-contiguous tensor, so collect them in a contiguous tensor
             # first.
-            made = _blank(entry, device)
-            flat = as_bytes(made)
-        self._made = made
-        self._flat = flat
+            self._made = _blank(entry, device)
+        self._flat = as_bytes(self._made)
         self._start = start
-        self._memory = memory_of(flat) if flat.device.type == "cpu" else None
+        self._memory = memory_of(self._flat) if device.type == "cpu" else None
 
     def put(self, offset: int, data: torch.Tensor) -> None:
         """Copy uint8 values to the tensor's bytes, starting at byte `offset`."""

@@ -125,7 +125,8 @@ class Restorer:
         strict: Whether a name that exists only in the target or only in the checkpoint is an error.
 
     Attributes:
-        early: Tensors of objects that `load_early` loads.
+        parts: Objects that `load_early` loads.
+        early: Tensors of these objects.
         late: All other tensors.
         values: Tensors read from the checkpoint, by name. The caller adds the tensors of `early` before it calls
             `load_early`, and the tensors of `late` before it calls the function that `match` returned.
@@ -150,16 +151,11 @@ class Restorer:
         # Where to add the next tensors: to `early` while an object that is loaded early is being matched, and to `late`
         # otherwise.
         self._wanted = self.late
-        self._parts: list[_EarlyObject] = []
+        self.parts: list[_EarlyObject] = []
         # Names of saved tensors, keyed by the memory of the target's tensors; used to match optimizers once all names
         # are known.
         self._names_here: dict[tuple[Any, ...], str] = {}
         self._optimizers: list[Callable[[], None]] = []
-
-    @property
-    def has_early(self) -> bool:
-        """Return whether there are objects that `load_early` loads."""
-        return bool(self._parts)
 
     def load_early(self, scope: CollectiveScope) -> None:
         """Load the objects that may reject their state, either all of them on all ranks or none. Collective.
@@ -172,7 +168,7 @@ class Restorer:
         loaded: list[_EarlyObject] = []
 
         def load() -> None:
-            for part in self._parts:
+            for part in self.parts:
                 begun.append((part, part.copied()))
                 part.load()
                 loaded.append(part)
@@ -343,7 +339,7 @@ class Restorer:
         put = self._loading(load, build, path, target)
         small = self._nbytes(inner) <= _ASIDE
         undo = partial(target.load_state_dict, strict=False, assign=assign)
-        self._parts.append(_EarlyObject(path, put, current, undo, small))
+        self.parts.append(_EarlyObject(path, put, current, undo, small))
         return lambda: target
 
     def _match_part(self, target: Any, current: Any, inner: Node, path: str, mode: _Mode) -> _Build:
@@ -359,7 +355,7 @@ class Restorer:
         put = self._loading(target.load_state_dict, build, path, target)
         if not early:
             return put
-        self._parts.append(_EarlyObject(path, put, current, target.load_state_dict))
+        self.parts.append(_EarlyObject(path, put, current, target.load_state_dict))
         return lambda: target
 
     def _loading(self, load: Callable[[Any], Any], build: _Build, path: str, target: Any) -> _Build:

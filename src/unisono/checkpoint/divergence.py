@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from unisono.checkpoint.collective import CollectiveScope
 from unisono.checkpoint.loader import Destination
-from unisono.checkpoint.manifest import BLOCK, TensorEntry, digest
+from unisono.checkpoint.manifest import TensorEntry, blocks, digest
+from unisono.checkpoint.reader import Block, ReadWindow, grouped
 from unisono.checkpoint.restore import Restorer, Wanted
 from unisono.checkpoint.saver import PreparedState
 from unisono.checkpoint.tree import DTYPE_NAMES, Captured, as_bytes, capture, dtype_of, names_in, tagged
@@ -60,9 +61,8 @@ def assert_in_sync(state: Any, comm: Communicator) -> None:
     digests = scope.all_or_none(take_apart)
     captured, snapshot = made[0]
     scope.compare(digests, snapshot.describe, advice)
-    whole = {name: tensor for name, tensor in captured.tensors.items() if name not in captured.shards}
     # Sort by name: ranks may have filled their dicts in different orders.
-    assert_equal_tensors(sorted(whole.items()), comm, "the state differs between ranks", advice)
+    assert_equal_tensors(sorted(captured.whole.items()), comm, "the state differs between ranks", advice)
 
 
 def sync(state: Any, comm: Communicator, src: int = 0) -> Any:
@@ -97,10 +97,8 @@ def sync(state: Any, comm: Communicator, src: int = 0) -> Any:
     """
     scope = CollectiveScope(comm, "sync")
     source = comm.rank == src
-    made: list[Any] = []
-    scope.all_or_none(lambda: made.append(_described(state, src) if source else None))
-    if not source:
-        made[0] = None, ""
+    made: list[tuple[dict[str, torch.Tensor], str]] = []
+    scope.all_or_none(lambda: made.append(_described(state, src) if source else ({}, "")))
     tensors, text = made[0]
     tree, trees, listed = json.loads(comm.broadcast_object(text if source else None, src))
     entries = {name: TensorEntry(dtype_of(dtype), tuple(shape)) for name, dtype, shape in listed}
@@ -117,8 +115,8 @@ def sync(state: Any, comm: Communicator, src: int = 0) -> Any:
     def receive(wanted: Wanted, number: int) -> None:
         names = {name for needed in found for name in needed[number]}
         destinations = {name: Destination(entries[name], wanted.targets.get(name), None) for name in wanted.needed}
-        for run in _runs({name: entry for name, entry in entries.items() if name in names}):
-            _send(comm, src, run, tensors, destinations)
+        for window in _windows({name: entry for name, entry in entries.items() if name in names}):
+            _send(comm, src, window, tensors, destinations)
         restoration.values.update({name: destination.tensor() for name, destination in destinations.items()})
 
     with torch.no_grad():
@@ -148,44 +146,33 @@ def _refuse_shards(names: Iterable[str]) -> None:
         raise TypeError(f"{name!r} is a TensorShard, of which no rank has all elements; save the state and load it")
 
 
-_Run = list[tuple[str, int, int]]
-
-
-def _runs(entries: dict[str, TensorEntry]) -> Iterator[_Run]:
-    """Yield the byte ranges to send in each message: small tensors are combined, and large tensors are split."""
-    run: _Run = []
-    filled = 0
+def _windows(entries: dict[str, TensorEntry]) -> list[ReadWindow]:
+    """Return the bytes to send in each message, as if the tensors followed each other in a file."""
+    found = []
+    position = 0
     for name, entry in entries.items():
-        start = 0
-        while start < entry.nbytes:
-            stop = min(entry.nbytes, start + BLOCK - filled)
-            run.append((name, start, stop))
-            filled += stop - start
-            start = stop
-            if filled == BLOCK:
-                yield run
-                run = []
-                filled = 0
-    if run:
-        yield run
+        cuts = blocks(0, entry.nbytes)
+        found += [Block(0, position + start, position + stop, "", name, start) for start, stop in cuts]
+        position += entry.nbytes
+    return grouped(found)
 
 
 def _send(
     comm: Communicator,
     src: int,
-    run: _Run,
-    tensors: dict[str, torch.Tensor] | None,
+    window: ReadWindow,
+    tensors: dict[str, torch.Tensor],
     destinations: dict[str, Destination],
 ) -> None:
-    if tensors is not None:
-        parts = [as_bytes(tensors[name])[start:stop].to(comm.device) for name, start, stop in run]
+    if comm.rank == src:
+        parts = [
+            as_bytes(tensors[block.name or ""])[block.offset : block.offset + block.stop - block.start].to(comm.device)
+            for block in window.blocks
+        ]
         data = parts[0] if len(parts) == 1 else torch.cat(parts)
     else:
-        length = sum(stop - start for _, start, stop in run)
-        data = torch.empty(length, dtype=torch.uint8, device=comm.device)
+        data = torch.empty(window.stop - window.start, dtype=torch.uint8, device=comm.device)
     comm.broadcast(data, src)
-    position = 0
-    for name, start, stop in run:
-        if name in destinations:
-            destinations[name].put(start, data[position : position + stop - start])
-        position += stop - start
+    for block in window.blocks:
+        if block.name in destinations:
+            destinations[block.name].put(block.offset, data[block.start - window.start : block.stop - window.start])

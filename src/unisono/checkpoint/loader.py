@@ -144,13 +144,9 @@ def load_state(storage: Storage, state: Any, scope: CollectiveScope, options: Lo
         try:
             return _load(storage, manifest, state, scope, options)
         except CorruptError:
-            if attempt == _ATTEMPTS - 1 or scope.first(lambda: _now(storage)) == manifest.id:
+            if attempt == _ATTEMPTS - 1 or scope.first(lambda: read_manifest(storage)[0].id) == manifest.id:
                 raise
     raise AssertionError("unreachable")
-
-
-def _now(storage: Storage) -> str:
-    return read_manifest(storage)[0].id
 
 
 def _manifest(storage: Storage, scope: CollectiveScope) -> Manifest:

@@ -30,6 +30,7 @@ __all__ = [
     "Files",
     "ReadWindow",
     "assign",
+    "grouped",
     "names_in_headers",
     "read_manifest",
     "windows_of",
@@ -88,9 +89,13 @@ def windows_of(manifest: Manifest, names: Iterable[str], ranges: ByteRanges | No
     for index in {block.file for block in needed}:
         file = manifest.files[index]
         needed.append(Block(index, 0, file.header, file.header_digest, None, 0))
-    needed.sort(key=attrgetter("file", "start"))
+    return grouped(sorted(needed, key=attrgetter("file", "start")))
+
+
+def grouped(ordered: Iterable[Block]) -> list[ReadWindow]:
+    """Return windows of up to `BLOCK` bytes, in which adjacent blocks are read together."""
     groups: list[list[Block]] = []
-    for block in needed:
+    for block in ordered:
         last = groups[-1] if groups else [block]
         if (block.file, block.start) == (last[-1].file, last[-1].stop) and block.stop - last[0].start <= BLOCK:
             last.append(block)

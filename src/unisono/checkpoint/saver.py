@@ -28,6 +28,7 @@ from unisono.checkpoint.manifest import (
     FilePiece,
     Manifest,
     TensorEntry,
+    blocks,
     digest,
     hasher,
 )
@@ -528,7 +529,7 @@ def prepare(state: Any, rank: int, size: int, *, copy: bool) -> PreparedState:
     """
     captured = capture(state, rank)
     snapshot = PreparedState(captured)
-    whole = {name: tensor for name, tensor in captured.tensors.items() if name not in captured.shards}
+    whole = captured.whole
     slices: dict[str, list[tuple[int, ByteShare]]] = {name: [] for name in whole}
     # Sort by name: ranks may have filled their dicts in different orders.
     plan = shares(sorted([(name, tensor.nbytes, tensor.itemsize) for name, tensor in whole.items()]), size)
@@ -565,10 +566,9 @@ def _take(flat: torch.Tensor, copy: bool, hashed: bool) -> tuple[torch.Tensor, l
         return (data.copy_(flat) if copy else data), []
     memory = memory_of(data)
     digests = []
-    for low in range(0, len(flat), BLOCK):
+    for low, high in blocks(0, len(flat)):
         state = hasher()
-        for start in range(low, min(low + BLOCK, len(flat)), CHUNK):
-            stop = min(start + CHUNK, low + BLOCK)
+        for start, stop in blocks(low, high, CHUNK):
             if copy:
                 data[start:stop].copy_(flat[start:stop])
             state.update(memory[start:stop])

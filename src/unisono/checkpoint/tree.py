@@ -193,6 +193,11 @@ class Captured:
     own_trees: Sequence[Node] = ()
     own_tensors: dict[str, torch.Tensor] = field(default_factory=dict)
 
+    @property
+    def whole(self) -> dict[str, torch.Tensor]:
+        """The tensors that every rank has completely, by name."""
+        return {name: tensor for name, tensor in self.tensors.items() if name not in self.shards}
+
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[tuple[torch.Tensor, torch.Size, str | None]]:
     """Return each parameter with its (unsharded) shape, and its name in the optimizer."""

@@ -300,7 +300,11 @@ class AssignmentPartitioner(Partitioner):
         """
 
     def divide(self, samples: Indices, shares: Sequence[float], seed: int) -> list[Places]:
-        ascending, places = self._known_samples(samples).sort()
+        ascending, places = samples.all().sort()
+        if len(ascending) and int(ascending[-1]) >= len(self._known):
+            raise ValueError(
+                f"sample {int(ascending[-1])} has no entry: there are only {len(self._known)} {self._name}"
+            )
         owners = torch.empty_like(places)
         owners[places] = self.assign(ascending, shares, seed)
         return list(pieces_of(owners, len(shares)))
@@ -309,13 +313,6 @@ class AssignmentPartitioner(Partitioner):
         if len(self._known) != count:
             raise ValueError(f"there are {len(self._known)} {self._name} for {count} samples; pass one for each sample")
         return super().order(count, shuffle, seed, epoch, shares)
-
-    def _known_samples(self, samples: Indices) -> torch.Tensor:
-        """Return `samples` as a tensor of dataset indices. Raises `ValueError` if a sample has no known value."""
-        found = samples.all()
-        if len(found) and int(found.max()) >= len(self._known):
-            raise ValueError(f"sample {int(found.max())} has no entry: there are only {len(self._known)} {self._name}")
-        return found
 
 
 def pieces_of(owners: torch.Tensor, parts: int) -> tuple[torch.Tensor, ...]:

@@ -44,10 +44,6 @@ class Resharding:
     interleaved: bool
     evening: Evening = "none"
 
-    def length(self, part: int) -> int:
-        """Return the number of samples in this part."""
-        return self.lengths[part]
-
     @property
     def lengths(self) -> list[int]:
         """The number of samples in each part."""
@@ -58,7 +54,7 @@ class Resharding:
     def part(self, number: int) -> Indices:
         """Return the samples of one part, in order."""
         positions = self.parts[number]
-        length = self.length(number)
+        length = self.lengths[number]
         selected = select(self.rest, [positions[:length]])
         if length <= len(positions):
             return selected
@@ -98,18 +94,13 @@ def leftover(parts: Sequence[Places], taken: Sequence[int], count: int) -> list[
     if len(ranges) < len(left):
         return [torch.cat([taken_from(part, 0, len(part)) for part in left]).sort().values]
     if all(part.step == 1 for part in ranges):
-        in_order = sorted((part for part in ranges if part), key=_start)
-        return list(in_order)
+        return [*sorted((part for part in ranges if part), key=lambda part: part.start)]
     # The parts are interleaved, and each part's next position is its `start`, so all positions from the largest `start`
     # onwards are unused.
     edge = min(count, max(part.start for part in ranges))
     early = sorted(position for part in ranges for position in range(part.start, min(edge, part.stop), part.step))
     tail = range(edge, count)
     return [torch.tensor(early, device="cpu"), tail] if early else [tail]
-
-
-def _start(part: range) -> int:
-    return part.start
 
 
 def in_step(lengths: Sequence[int], total: int) -> list[int]:

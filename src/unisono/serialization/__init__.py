@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-from unisono.serialization import builtins, classes, tensors
+from unisono.serialization import classes, tensors
 from unisono.serialization.classes import register
 from unisono.serialization.format import MAX_DEPTH, TOO_SHORT, Buffer, Parts, UnsendableError, finders, read, write
 
@@ -13,9 +13,6 @@ __all__ = ["MAX_DEPTH", "decode", "encode", "register"]
 
 _SMALL = 4096
 
-builtins.install()
-classes.install()
-tensors.install()
 finders.extend((classes.find, tensors.find))
 
 

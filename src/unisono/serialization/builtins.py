@@ -25,7 +25,7 @@ from unisono.serialization.format import (
     write,
 )
 
-__all__ = ["install", "put_items", "take_items"]
+__all__ = ["put_items", "take_items"]
 
 _INT64 = struct.Struct("<Bq")
 _FLOAT = struct.Struct("<Bd")
@@ -186,41 +186,40 @@ def _three(kind: str, cls: type[slice] | type[range]) -> tuple[Encoder, Decoder]
     return encoder, decoder
 
 
-def install() -> None:
-    """Register the codecs."""
-    encoders.update(
-        {
-            type(None): _put_none,
-            bool: _put_bool,
-            int: _put_int,
-            float: _put_float,
-            complex: _put_complex,
-            str: put_text,
-        }
-    )
-    add_decoders(
-        {
-            "N": lambda _view, at, _depth: (None, at),
-            "T": lambda _view, at, _depth: (True, at),
-            "F": lambda _view, at, _depth: (False, at),
-            "i": _take_int,
-            "I": _take_big_int,
-            "f": _take_float,
-            "c": _take_complex,
-            "s": take_text,
-        }
-    )
-    made: tuple[tuple[str, type, Callable[[str, Any], tuple[Encoder, Decoder]]], ...] = (
-        ("b", bytes, _bytes),
-        ("B", bytearray, _bytes),
-        ("l", list, _sequence),
-        ("t", tuple, _sequence),
-        ("S", set, _set),
-        ("Z", frozenset, _set),
-        ("d", dict, _mapping),
-        ("O", OrderedDict, _mapping),
-        ("L", slice, _three),
-        ("R", range, _three),
-    )
-    for kind, cls, make in made:
-        encoders[cls], decoders[ord(kind)] = make(kind, cls)
+# -- registration ----------------------------------------------------------------------------------
+encoders.update(
+    {
+        type(None): _put_none,
+        bool: _put_bool,
+        int: _put_int,
+        float: _put_float,
+        complex: _put_complex,
+        str: put_text,
+    }
+)
+add_decoders(
+    {
+        "N": lambda _view, at, _depth: (None, at),
+        "T": lambda _view, at, _depth: (True, at),
+        "F": lambda _view, at, _depth: (False, at),
+        "i": _take_int,
+        "I": _take_big_int,
+        "f": _take_float,
+        "c": _take_complex,
+        "s": take_text,
+    }
+)
+_CLASSES: tuple[tuple[str, type, Callable[[str, Any], tuple[Encoder, Decoder]]], ...] = (
+    ("b", bytes, _bytes),
+    ("B", bytearray, _bytes),
+    ("l", list, _sequence),
+    ("t", tuple, _sequence),
+    ("S", set, _set),
+    ("Z", frozenset, _set),
+    ("d", dict, _mapping),
+    ("O", OrderedDict, _mapping),
+    ("L", slice, _three),
+    ("R", range, _three),
+)
+for _kind, _cls, _codec in _CLASSES:
+    encoders[_cls], decoders[ord(_kind)] = _codec(_kind, _cls)

@@ -23,7 +23,7 @@ from unisono.serialization.format import (
     write,
 )
 
-__all__ = ["class_of", "find", "install", "register"]
+__all__ = ["class_of", "find", "register"]
 
 ClassT = TypeVar("ClassT", bound=type[Any])
 
@@ -267,6 +267,4 @@ def _flag(cls: Any, number: int) -> enum.Flag:
     return cast("enum.Flag", member)
 
 
-def install() -> None:
-    """Register the codecs."""
-    add_decoders({"D": _take_dataclass, "P": _take_tuple, "E": _take_enum, "G": _take_flag})
+add_decoders({"D": _take_dataclass, "P": _take_tuple, "E": _take_enum, "G": _take_flag})

@@ -6,7 +6,7 @@ import io
 import threading
 from collections import ChainMap
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from types import CodeType, ModuleType
 from typing import Any, ClassVar
 
@@ -35,14 +35,11 @@ _registry = threading.RLock()
 
 
 @contextmanager
-def _by_value(module: ModuleType | None) -> Iterator[None]:
+def _by_value(module: ModuleType) -> Iterator[None]:
     """Return a context in which a module's functions and classes are sent by value.
 
     A module that the user has registered with cloudpickle for pickling by value remains registered.
     """
-    if module is None:
-        yield
-        return
     with _registry:
         registered = module.__name__ in cloudpickle.list_registry_pickle_by_value()
         cloudpickle.register_pickle_by_value(module)
@@ -69,6 +66,6 @@ def dumps(value: object, module: ModuleType | None = None, pickler: type[Functio
         (3, True)
     """
     file = io.BytesIO()
-    with _by_value(module):
+    with nullcontext() if module is None else _by_value(module):
         pickler(file).dump(value)
     return file.getvalue()

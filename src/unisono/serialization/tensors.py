@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-__all__ = ["find", "has_no_storage", "install", "put_dense", "put_shape", "put_tensor", "take_shape", "why_not_dense"]
+__all__ = ["find", "has_no_storage", "put_dense", "put_shape", "put_tensor", "take_shape", "why_not_dense"]
 
 
 def find(cls: type[Any]) -> Encoder | None:
@@ -191,15 +191,13 @@ def _take_scalar(view: View, at: int, depth: int) -> tuple[Any, int]:
     return array[()], at
 
 
-def install() -> None:
-    """Register the codecs."""
-    add_decoders(
-        {
-            "A": _take_tensor,
-            "Y": _take_dtype,
-            "V": _take_device,
-            "X": _take_size,
-            "M": _take_array,
-            "m": _take_scalar,
-        }
-    )
+add_decoders(
+    {
+        "A": _take_tensor,
+        "Y": _take_dtype,
+        "V": _take_device,
+        "X": _take_size,
+        "M": _take_array,
+        "m": _take_scalar,
+    }
+)

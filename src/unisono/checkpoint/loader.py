@@ -25,7 +25,7 @@ from unisono.checkpoint.reader import (
     windows_of,
 )
 from unisono.checkpoint.restore import Restorer, Wanted, remapped_rank
-from unisono.checkpoint.saver import Progress
+from unisono.checkpoint.saver import Progress, counter
 from unisono.checkpoint.storage import Storage, storage_at
 from unisono.checkpoint.tree import as_bytes, memory_of
 from unisono.checkpoint.verification import last_good
@@ -199,7 +199,7 @@ def _load(storage: Storage, manifest: Manifest, state: Any, scope: CollectiveSco
             _pass(manifest, restoration, wanted, {*chain(*[names[number] for names in found])}, size)
             for number, wanted in enumerate((restoration.early, restoration.late))
         )
-        on_bytes = _progress(options, early.nbytes + late.nbytes)
+        on_bytes = counter(options.progress, early.nbytes + late.nbytes)
         passes = [early, late] if any(names[0] for names in found) else [late]
         with Files(storage, manifest) as files, torch.no_grad():
             # Prepare on all ranks or none: creating tensors fails on a rank that lacks the memory or the device.
@@ -240,18 +240,6 @@ def _pass(manifest: Manifest, restoration: Restorer, wanted: Wanted, names: Set[
     return _Pass(wanted, assign(windows_of(manifest, shared), size), windows_of(manifest, [*own, *ranges], ranges))
 
 
-def _progress(options: LoadOptions, total: int) -> Callable[[int], None]:
-    done = 0
-
-    def on_bytes(count: int) -> None:
-        nonlocal done
-        done += count
-        if options.progress is not None:
-            options.progress(done, total)
-
-    return on_bytes
-
-
 def _ranges(restoration: Restorer, wanted: Wanted, whole: Set[str]) -> ByteRanges:
     """Return the byte ranges of this rank's shards, except in tensors that are read as a whole."""
     found: dict[str, list[tuple[int, int]]] = {}
@@ -263,16 +251,10 @@ def _ranges(restoration: Restorer, wanted: Wanted, whole: Set[str]) -> ByteRange
 
 
 def ranks_of_host(comm: Communicator | None) -> Communicator | None:
-    """Return a communicator of this host's ranks, which share the bytes that they read; None if this rank is alone."""
-    if comm is None or comm.size == 1:
-        return None
-    if len(comm.hosts) == 1:
+    """Return a communicator of this host's ranks, which share the bytes that they read; None without a communicator."""
+    if comm is None or len(comm.hosts) == 1:
         return comm
-    host = comm.split(next(i for i, ranks in enumerate(comm.hosts) if comm.rank in ranks))
-    if host.size == 1:
-        host.close()
-        return None
-    return host
+    return comm.split(next(i for i, ranks in enumerate(comm.hosts) if comm.rank in ranks))
 
 
 def _same(found: list[list[list[int]] | None], scope: CollectiveScope) -> bool:
@@ -329,7 +311,7 @@ class TensorLoader:
         files: The files to read from.
         restoration: Restorer that receives the tensors.
         wanted: The tensors to load.
-        host: Communicator of the ranks on this host; None if this rank is alone.
+        host: Communicator of the ranks on this host; None without a communicator.
         options: Options of the load.
         on_bytes: Called with the number of bytes in each loaded window.
     """
@@ -373,7 +355,7 @@ class TensorLoader:
             CorruptError: Data is damaged; the error names all affected tensors.
             OSError: The storage could not be read.
         """
-        if self._host is None:
+        if self._host is None or self._host.size == 1:
             self._attempt(self._read, shares[0])
         elif cached:
             self._through_memory(self._host, shares, check=self._check and not same)

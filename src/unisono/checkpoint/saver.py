@@ -62,6 +62,7 @@ __all__ = [
     "async_save",
     "check_ranges",
     "commit",
+    "counter",
     "prepare",
     "save",
     "shares",
@@ -314,8 +315,7 @@ def _write_file(
     file_hash.update(header)
     sink.write(memoryview(header))
     position = len(header)
-    total = sum([len(portion.data) for portion in portions])
-    done = 0
+    on_bytes = counter(progress, sum([len(portion.data) for portion in portions]))
     pieces: list[tuple[Any, ...]] = []
     for portion in portions:
         memory = memory_of(portion.data)
@@ -329,9 +329,7 @@ def _write_file(
                 file_hash.update(chunk)
             sink.write(block)
             found.append(block_hash.hexdigest())
-            done += len(block)
-            if progress is not None:
-                progress(done, total)
+            on_bytes(len(block))
         if portion.digests is not None and found != portion.digests:
             raise CheckpointError(
                 "it was changed while it was being saved; wait for the save, or use async_save, which copies first: "
@@ -342,6 +340,19 @@ def _write_file(
         position += len(memory)
     sink.finish()
     return FileEntry(name, position, len(header), digest(header), file_hash.hexdigest()), pieces
+
+
+def counter(progress: Progress | None, total: int) -> Callable[[int], None]:
+    """Return a function that adds a number of bytes to those processed, and reports their number to `progress`."""
+    done = 0
+
+    def add(count: int) -> None:
+        nonlocal done
+        done += count
+        if progress is not None:
+            progress(done, total)
+
+    return add
 
 
 def _header(save_id: str, portions: Sequence[Portion]) -> bytes:

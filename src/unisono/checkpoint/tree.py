@@ -331,21 +331,17 @@ class Packer:
         if hasattr(value, "_fields"):
             nodes = [self.pack(item, join(path, i), depth + 1) for i, item in enumerate(value)]
             return {"$named": [type(value).__module__, type(value).__qualname__, nodes]}
-        node = self._numbers(value, path)
+        node = self._numbers(value, path) if len(value) >= _LONG else None
         if node is None:
             node = [self.pack(item, join(path, i), depth + 1) for i, item in enumerate(value)]
         return {"$tuple": node} if isinstance(value, tuple) else node
 
     def _numbers(self, value: Any, path: str) -> Node | None:
-        """Return a long list of integers or floats as a tensor, which takes less space in the file and in memory."""
-        if len(value) < _LONG:
+        """Return a list of integers or floats as a tensor, which takes less space in the file and in memory."""
+        kinds = {*map(type, value)}
+        if kinds != {float} and not (kinds == {int} and all(-_INT64 <= item < _INT64 for item in value)):
             return None
-        kind = type(value[0])
-        if kind not in (int, float) or any(type(item) is not kind for item in value):
-            return None
-        if kind is int and not all(-_INT64 <= item < _INT64 for item in value):
-            return None
-        dtype = torch.int64 if kind is int else torch.float64
+        dtype = torch.int64 if kinds == {int} else torch.float64
         return {"$numbers": self.keep(torch.tensor(value, dtype=dtype), path)}
 
     def _dict(self, value: Any, path: str, depth: int) -> Node:
@@ -429,18 +425,14 @@ def tagged(tree: Node) -> Iterator[tuple[str, Any]]:
     """Yield each tagged value's tag and content. The search is breadth-first, because a hostile tree may be deep."""
     level = [tree]
     for _ in range(4 * _MAX_DEPTH):
-        inner: list[Node] = []
-        for node in level:
-            if isinstance(node, dict):
-                tag = tag_of(node)
-                if tag is not None:
-                    yield tag, node[tag]
-                inner += node.values()
-            elif isinstance(node, list):
-                inner += node
-        if not inner:
+        containers = [node for node in level if isinstance(node, (dict, list))]
+        for node in containers:
+            tag = tag_of(node)
+            if tag is not None:
+                yield tag, node[tag]
+        level = [inner for node in containers for inner in (node.values() if isinstance(node, dict) else node)]
+        if not level:
             return
-        level = inner
     raise FormatError(f"its state nests deeper than {4 * _MAX_DEPTH}")
 
 

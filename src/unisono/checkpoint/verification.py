@@ -10,7 +10,7 @@ from unisono.checkpoint.collective import CollectiveScope
 from unisono.checkpoint.errors import CheckpointError, CorruptError
 from unisono.checkpoint.manifest import CHUNK, Manifest, blocks, hasher
 from unisono.checkpoint.reader import Files, read_manifest, windows_of
-from unisono.checkpoint.saver import Progress
+from unisono.checkpoint.saver import Progress, counter
 from unisono.checkpoint.storage import Storage, storage_at
 
 __all__ = ["complete", "last_good", "latest", "verify"]
@@ -52,7 +52,7 @@ def verify(path: str | os.PathLike[str] | Storage, *, progress: Progress | None 
 def _verify(storage: Storage, progress: Progress | None) -> Manifest:
     manifest, _ = read_manifest(storage)
     manifest.check_sizes(storage.sizes())
-    done = 0
+    on_bytes = counter(progress, manifest.nbytes)
     suspects = []
     spare = memoryview(bytearray(min(CHUNK, max((file.size for file in manifest.files), default=0))))
     with Files(storage, manifest) as files:
@@ -65,9 +65,7 @@ def _verify(storage: Storage, progress: Progress | None) -> Manifest:
                 chunk = spare[: stop - start]
                 source.read(start, chunk)
                 file_hash.update(chunk)
-                done += stop - start
-                if progress is not None:
-                    progress(done, manifest.nbytes)
+                on_bytes(stop - start)
             if file_hash.hexdigest() != file.digest:
                 suspects.append(index)
         if suspects:

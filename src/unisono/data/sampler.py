@@ -117,6 +117,11 @@ class PartitionSampler(DistributedSampler[Any]):
         self._requested_epoch: int | None = None
         self._warned = self.rank > 0
 
+    def _begin(self, epoch: int) -> None:
+        self.epoch = epoch
+        self._phases: list[ShardingPhase] = []
+        self._pass: EpochProgress | None = None
+
     def __iter__(self) -> StatefulIterator:
         """Iterate over this rank's uncommitted samples of this epoch, or over all samples if the epoch was complete.
 
@@ -299,11 +304,6 @@ class PartitionSampler(DistributedSampler[Any]):
 
     def _identity(self) -> dict[str, Any]:
         return {"samples": len(self.dataset), "partition": self.rule.fingerprint(), "shuffle": self.shuffle}
-
-    def _begin(self, epoch: int) -> None:
-        self.epoch = epoch
-        self._phases: list[ShardingPhase] = []
-        self._pass: EpochProgress | None = None
 
     def _end(self, which: EpochProgress) -> None:
         which.end()

@@ -112,6 +112,20 @@ class ShardPartition(IterableDataset[T_co]):
         self.seed: int = operator.index(seed)
         self._begin(0)
 
+    def _begin(self, epoch: int) -> None:
+        self.epoch = epoch
+        self._resumed = False
+        # This rank's progress: the number of completed shards, and the number of samples used from the next shard.
+        self._done = 0
+        self._skip = 0
+        # The total length of the first n shards that this process has read, for n from 0, and the number of samples
+        # read so far from the current shard.
+        self._ends = [0]
+        self._reading = 0
+        self._passes = WorkerEpochCheck()
+        order = IndexShuffle(len(self.shards), self.seed, epoch) if self.shuffle else range(len(self.shards))
+        self._jobs: list[_Job] = [(shard, 0) for shard in order]
+
     def __iter__(self) -> Iterator[T_co]:
         refuse_second_split(self.num_replicas)
         return self._passes.begin(bool(self._done or self._skip or self._resumed)) or _ShardIterator(self)
@@ -194,20 +208,6 @@ class ShardPartition(IterableDataset[T_co]):
         if mine and self._skip:
             mine[0] = mine[0][0], mine[0][1] + self._skip
         return mine[worker::workers]
-
-    def _begin(self, epoch: int) -> None:
-        self.epoch = epoch
-        self._resumed = False
-        # This rank's progress: the number of completed shards, and the number of samples used from the next shard.
-        self._done = 0
-        self._skip = 0
-        # The total length of the first n shards that this process has read, for n from 0, and the number of samples
-        # read so far from the current shard.
-        self._ends = [0]
-        self._reading = 0
-        self._passes = WorkerEpochCheck()
-        order = IndexShuffle(len(self.shards), self.seed, epoch) if self.shuffle else range(len(self.shards))
-        self._jobs: list[_Job] = [(shard, 0) for shard in order]
 
     def _close(self, progress: Sequence[tuple[int, int]]) -> None:
         left: list[tuple[int, _Job]] = []

@@ -77,6 +77,14 @@ class StreamPartition(IterableDataset[T_co]):
         self.batch_size = batch_size
         self._begin(0)
 
+    def _begin(self, epoch: int) -> None:
+        self.epoch = epoch
+        # Positions that were committed before the number of ranks changed: all below `_edge`, except `_holes`.
+        self._edge = 0
+        self._holes: list[int] = []
+        self._taken = 0
+        self._passes = WorkerEpochCheck()
+
     def __iter__(self) -> Iterator[T_co]:
         refuse_second_split(self.num_replicas)
         return self._passes.begin(bool(self._taken or self._edge)) or _StreamIterator(self)
@@ -136,14 +144,6 @@ class StreamPartition(IterableDataset[T_co]):
             return
         counts = [taken.get(rank, max(taken.values())) for rank in range(first["parts"])]
         self._close(counts)
-
-    def _begin(self, epoch: int) -> None:
-        self.epoch = epoch
-        # Positions that were committed before the number of ranks changed: all below `_edge`, except `_holes`.
-        self._edge = 0
-        self._holes: list[int] = []
-        self._taken = 0
-        self._passes = WorkerEpochCheck()
 
     def _position(self, number: int) -> int:
         """Return the stream position of uncommitted sample `number`, counted from 0."""

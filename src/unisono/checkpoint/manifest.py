@@ -53,10 +53,8 @@ CHUNK = 1 << 19
 """Number of bytes to hash and then copy at a time, small enough to remain in the CPU cache in between."""
 
 _FORMAT = "unisono.checkpoint"
-_HEAD = b'{"digest":"'
-_MIDDLE = b'","manifest":'
-_TAIL = b"}\n"
-_BEGIN = len(_HEAD) + 32 + len(_MIDDLE)
+_FRAME = re.compile(rb'\{"digest":"([0-9a-f]{32})","manifest":(.*)\}\n', re.DOTALL)
+"""The whole file: the manifest's digest, and the manifest."""
 _HEX = re.compile(r"[0-9a-f]{32}")
 _ID = re.compile(r"[0-9a-f]{16}")
 _VERSION_FIELD = re.compile(rb'"format":"unisono.checkpoint","version":(\d{1,9})[,}]')
@@ -191,7 +189,7 @@ class Manifest:
         }
         body = json.dumps(content, separators=(",", ":"), allow_nan=False).encode("ascii")
         self._check_memory(cost_of(body))
-        return b"".join((_HEAD, digest(body).encode(), _MIDDLE, body, _TAIL))
+        return b'{"digest":"%b","manifest":%b}\n' % (digest(body).encode(), body)
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray, nbytes: int = 0) -> Manifest:
@@ -284,11 +282,10 @@ def check_size(manifest: Manifest, index: int, found: int | None) -> None:
 
 def _opened(data: bytes | bytearray, cost: int, nbytes: int) -> dict[str, Any]:
     """Parse the manifest's JSON, if the digest matches and this version can read the format."""
-    view = memoryview(data)
-    framed = data.startswith(_HEAD) and data[_BEGIN - len(_MIDDLE) : _BEGIN] == _MIDDLE and data.endswith(_TAIL)
-    body = view[_BEGIN : -len(_TAIL)]
-    intact = framed and data[len(_HEAD) : len(_HEAD) + 32] == digest(body).encode()
-    found = _VERSION_FIELD.search(data, 0, _BEGIN + 200)
+    frame = _FRAME.fullmatch(data)
+    body = memoryview(data)[frame.start(2) : frame.end(2)] if frame else memoryview(b"")
+    intact = frame is not None and frame[1] == digest(body).encode()
+    found = _VERSION_FIELD.search(data, 0, 256)
     if found and int(found[1]) > VERSION:
         doubt = "" if intact else f", or {MANIFEST} is damaged: its digest does not fit"
         raise FormatError(

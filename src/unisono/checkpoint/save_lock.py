@@ -26,6 +26,9 @@ _WAITS = 5
 _WAIT_S = 0.05
 """If a lock file is still empty after `_WAITS` such waits, its writer has died."""
 
+_own_start = cache(started)
+"""Start of this process, by its number, because a fork has another start."""
+
 _running: set[str] = set()
 """Identifiers of this process's saves that hold a lock."""
 
@@ -126,11 +129,6 @@ class SaveLock:
             # Discard the ID last: without the ID, another thread of this process that still saw the lock would consider
             # the lock's writer dead.
             _running.discard(self._id)
-
-
-@cache
-def _own_start(pid: int) -> int:
-    return started(pid)
 
 
 def is_locked(storage: Storage) -> bool:

@@ -425,7 +425,7 @@ def tagged(tree: Node) -> Iterator[tuple[str, Any]]:
     """Yield each tagged value's tag and content. The search is breadth-first, because a hostile tree may be deep."""
     level = [tree]
     for _ in range(4 * _MAX_DEPTH):
-        containers = [node for node in level if isinstance(node, (dict, list))]
+        containers: list[Any] = [node for node in level if isinstance(node, (dict, list))]
         for node in containers:
             tag = tag_of(node)
             if tag is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -86,23 +86,21 @@ class _EarlyObject:
     Attributes:
         path: The object's location in the state, for messages.
         load: Function that loads the saved state into the object; raises `StateError`.
-        state: The object's old state.
+        state: The object's old state; None if it is too large to copy.
         undo: Function that loads a given state into the object.
-        small: Whether the old state is small enough to copy.
     """
 
     path: str
     load: _Build
     state: Any
     undo: Callable[[Any], Any]
-    small: bool = True
 
     def copied(self) -> Any:
-        """Return a copy of the old state; None if it is large, or cannot be copied."""
+        """Return a copy of the old state; None if it is too large, or cannot be copied."""
         # An object whose state cannot be copied is not restored after a failed load; if it had already been loaded, a
         # note on the error names it.
         with suppress(Exception):
-            return copy.deepcopy(self.state) if self.small else None
+            return copy.deepcopy(self.state)
 
     def put_back(self, before: Any) -> bool:
         """Load the copy of the old state, and return whether this succeeded."""
@@ -298,11 +296,8 @@ class Restorer:
                 self._problems.append(f"{path!r} {why}")
             build.append(self._match_part(target, current, ordered, path, "shapes"))
 
-        def put() -> Any:
-            return build[0]()
-
         self._optimizers.append(match)
-        return put
+        return lambda: build[0]()
 
     def _match_module(
         self, target: torch.nn.Module, current: dict[str, Any], inner: Node, versions: _Build | None, path: str
@@ -337,9 +332,9 @@ class Restorer:
         build = self._create(inner)
         self._wanted = before
         put = self._loading(load, build, path, target)
-        small = self._nbytes(inner) <= _ASIDE
+        before_load = current if self._nbytes(inner) <= _ASIDE else None
         undo = partial(target.load_state_dict, strict=False, assign=assign)
-        self.parts.append(_EarlyObject(path, put, current, undo, small))
+        self.parts.append(_EarlyObject(path, put, before_load, undo))
         return lambda: target
 
     def _match_part(self, target: Any, current: Any, inner: Node, path: str, mode: _Mode) -> _Build:
@@ -477,12 +472,11 @@ class Restorer:
 
         return put
 
-    def _names(self, node: Node) -> list[str]:
-        found = list(names_in(node))
+    def _names(self, node: Node) -> Iterator[str]:
+        yield from names_in(node)
         for tag, body in tagged(node):
             if tag == "$rank":
-                found += self._names(self._source(*body))
-        return found
+                yield from self._names(self._source(*body))
 
 
 def _adapts(module: torch.nn.Module) -> bool:

@@ -8,20 +8,18 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence, Sized
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch.utils.data import DistributedSampler, IterableDataset, Sampler
 
-from unisono.data.indices import Indices
 from unisono.data.partitioner import Partitioner, equal_shares, resolve
 from unisono.data.resharding import Evening, Resharding, ShardingPhase, added, deal
 from unisono.data.resume_state import FORMAT, check_states, counts_of, gather_states, phases_of
-from unisono.data.stateful_iterator import SampleSource, StatefulIterator, walk
+from unisono.data.stateful_iterator import EpochProgress, SampleSource, StatefulIterator, walk
 from unisono.data.workers import ranks_of, refuse_second_split
 
-__all__ = ["EpochProgress", "EpochWarning", "PartitionSampler", "unchanged_on_error"]
+__all__ = ["EpochWarning", "PartitionSampler", "unchanged_on_error"]
 
 
 class PartitionSampler(DistributedSampler[Any]):
@@ -143,7 +141,7 @@ class PartitionSampler(DistributedSampler[Any]):
             self._begin(self.epoch)
             current = self._now()
         current.begun = True
-        return walk(self._source(current), self, current)
+        return walk(SampleSource(self, current))
 
     def __len__(self) -> int:
         """Return this rank's number of samples in this epoch, except those that a loaded state counts as committed."""
@@ -185,7 +183,7 @@ class PartitionSampler(DistributedSampler[Any]):
     @property
     def total_size(self) -> int:  # type: ignore[override]
         """Sum of `len` over all ranks."""
-        return sum(self._dealt(self._phases, self.num_replicas).lengths)
+        return sum(self._dealt(self.num_replicas, self.rule).lengths)
 
     def advance(self, count: int) -> None:
         """Commit this rank's next samples: mark them as trained on.
@@ -310,23 +308,18 @@ class PartitionSampler(DistributedSampler[Any]):
         if which is self._pass:
             self._requested_epoch = None
 
-    def _source(self, which: EpochProgress) -> SampleSource:
-        return SampleSource(which.indices, which.taken, lambda: self._end(which))
-
     def _now(self) -> EpochProgress:
         """Return the current pass. If the dataset has grown and nothing is committed yet, create a new pass."""
         held = self._pass
         if held is None or (held.state["samples"] != len(self.dataset) and not held.taken and not self._phases):
-            indices = self._dealt(self._phases, self.num_replicas, compared=True).part(self.rank)
+            indices = self._dealt(self.num_replicas, self.rule, compared=True).part(self.rank)
             fixed = {"format": FORMAT, "epoch": self.epoch, "seed": self.seed, **self._identity()}
             own = {"parts": self.num_replicas, "rank": self.rank, "settings": self.rule.settings()}
             held = self._pass = EpochProgress({**fixed, "phases": [p.plain() for p in self._phases], **own}, indices)
         return held
 
-    def _dealt(
-        self, phases: Sequence[ShardingPhase], parts: int, rule: Partitioner | None = None, *, compared: bool = False
-    ) -> Resharding:
-        rule = self.rule if rule is None else rule
+    def _dealt(self, parts: int, rule: Partitioner, *, compared: bool = False) -> Resharding:
+        phases = self._phases
         first = (phases[0].parts, rule.replaced(phases[0].settings)) if phases else (parts, rule)
         order = first[1].order(len(self.dataset), self.shuffle, self.seed, self.epoch, equal_shares(first[0]))
         same = self._require_same() if compared and rule.draws and self._require_same is not None else None
@@ -343,23 +336,23 @@ class PartitionSampler(DistributedSampler[Any]):
 
     def _counts(self, states: Sequence[dict[str, Any]], common: dict[str, Any], lost: bool = False) -> list[int]:
         rule = self.rule.replaced(common["settings"])
-        return counts_of(states, self._dealt(self._phases, common["parts"], rule).lengths, rule.in_step, lost)
+        return counts_of(states, self._dealt(common["parts"], rule).lengths, rule.in_step, lost)
 
     def _close(self, common: dict[str, Any], counts: Sequence[int]) -> None:
         """End a phase in which part p used `counts[p]` samples; divide the other samples among the current ranks."""
         rule = self.rule.replaced(common["settings"])
-        lengths = [len(part) for part in self._dealt(self._phases, common["parts"], rule).parts]
+        lengths = [len(part) for part in self._dealt(common["parts"], rule).parts]
         taken = tuple(min(count, length) for count, length in zip(counts, lengths, strict=True))
         self._phases = added(self._phases, ShardingPhase(common["parts"], taken, common["settings"]), rule, lengths)
 
-    def _walk_state(self, token: EpochProgress, given: int, through: bool | None) -> dict[str, Any]:
+    def _walk_state(self, progress: EpochProgress, given: int, through: bool | None) -> dict[str, Any]:
         """Return the state of an iteration after its first `given` samples are committed."""
-        through = through and given == len(token.indices)
-        begun = token.begun or given > 0 or bool(token.state["phases"])
-        return {**token.state, "taken": given, "through": through, "begun": begun}
+        through = through and given == len(progress.indices)
+        begun = progress.begun or given > 0 or bool(progress.state["phases"])
+        return {**progress.state, "taken": given, "through": through, "begun": begun}
 
-    def _load_walk(self, state: dict[str, Any]) -> tuple[SampleSource, EpochProgress]:
-        """Load the state of an iteration, and return the position at which to resume.
+    def _load_walk(self, state: dict[str, Any]) -> SampleSource:
+        """Load the state of an iteration, and return the samples with which to resume.
 
         If the state's epoch was complete, the iteration starts over, unless `set_epoch` has requested that same epoch:
         in this case, it yields nothing until the next `set_epoch`, because other ranks may have samples left.
@@ -367,13 +360,13 @@ class PartitionSampler(DistributedSampler[Any]):
         requested = self._requested_epoch
         self.load_state_dict(state)
         current = self._now()
-        source = self._source(current)
+        source = SampleSource(self, current)
         current.over = current.complete and requested == self.epoch
         if current.complete and not current.over:
             self._end(current)
             if requested is not None:
                 self.set_epoch(requested)
-        return source, current
+        return source
 
 
 class EpochWarning(UserWarning):
@@ -389,52 +382,6 @@ class EpochWarning(UserWarning):
         >>> caught[0].category is un.data.EpochWarning
         True
     """
-
-
-@dataclass(eq=False)
-class EpochProgress:
-    """One pass of this rank through its samples.
-
-    Attributes:
-        state: The entries of the sampler's state that are constant during the pass.
-        indices: The samples of the pass.
-        start, taken: Number of samples committed at the start of the pass, and number of samples committed so far.
-        batch: Largest number of samples committed in one call of `advance`.
-        begun: Whether an iteration has started.
-        ended: Whether an iteration has reached the end.
-        through: Whether ranks whose part is one sample longer have used their last sample; meaningful once this rank
-            has used all its samples. None if unknown.
-        over: Whether the requested epoch was already complete in the loaded state, so that the pass must not start
-            over.
-    """
-
-    state: dict[str, Any]
-    indices: Indices
-    start: int = 0
-    taken: int = 0
-    batch: int = 0
-    begun: bool = False
-    ended: bool = False
-    through: bool | None = False
-    over: bool = False
-
-    @property
-    def complete(self) -> bool:
-        return self.taken == len(self.indices)
-
-    def advance(self, count: int) -> None:
-        self.taken += count
-        if count and self.complete:
-            # A batch that is shorter than earlier batches is the last batch on all ranks. If the iteration ended before
-            # its last samples were committed, a loader is prefetching batches, so it is unknown whether other ranks
-            # have used one more sample.
-            self.through = True if count < self.batch else None if self.ended else False
-        self.batch = max(self.batch, count)
-
-    def end(self) -> None:
-        self.ended = True
-        # By the time any rank saves a state, all ranks have left this loop, and so have used their last samples.
-        self.through = True if self.complete and self.through is False else self.through
 
 
 @contextmanager

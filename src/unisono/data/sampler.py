@@ -319,8 +319,7 @@ class PartitionSampler(DistributedSampler[Any]):
         return held
 
     def _dealt(self, parts: int, rule: Partitioner, *, compared: bool = False) -> Resharding:
-        phases = self._phases
-        first = (phases[0].parts, rule.replaced(phases[0].settings)) if phases else (parts, rule)
+        first = (self._phases[0].parts, rule.replaced(self._phases[0].settings)) if self._phases else (parts, rule)
         order = first[1].order(len(self.dataset), self.shuffle, self.seed, self.epoch, equal_shares(first[0]))
         same = self._require_same() if compared and rule.draws and self._require_same is not None else None
         if same is not None:
@@ -332,7 +331,7 @@ class PartitionSampler(DistributedSampler[Any]):
             )
             same(f"samples {self._identity()} {self.seed} {self.epoch}", hashlib.blake2b(drawn).digest(), wrong)
         evening: Evening = "drop" if self.drop_last else "pad" if self.padding else "none"
-        return deal(rule, order, phases, parts, self.seed, evening)
+        return deal(rule, order, self._phases, parts, self.seed, evening)
 
     def _counts(self, states: Sequence[dict[str, Any]], common: dict[str, Any], lost: bool = False) -> list[int]:
         rule = self.rule.replaced(common["settings"])

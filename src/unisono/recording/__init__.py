@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from unisono.communicator import Communicator, engine_of
-from unisono.recording import replayer
 from unisono.recording.recorder import Recording
 from unisono.recording.recorder import begin as begin_recording
+from unisono.recording.replayer import RankReplay, ReplayTransport
 
 __all__ = ["Recording", "record", "replay"]
 
@@ -67,7 +67,8 @@ def record(folder: str | Path, comm: Communicator, *, steps: int | None = None) 
             "this communicator has made calls, or communicators were made of it: call record right after init, because "
             "a replay knows only what comes after it"
         )
-    if replayer.begin(comm):
+    if isinstance(engine.transport, ReplayTransport):
+        engine.transport.replay.begin()
         return Recording(None)
     return begin_recording(folder, comm, steps)
 
@@ -96,4 +97,4 @@ def replay(
 
     Example: see `record`.
     """
-    return replayer.RankReplay(folder, rank).run(program, args, kwargs)
+    return RankReplay(folder, rank).run(program, args, kwargs)

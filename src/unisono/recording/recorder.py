@@ -8,9 +8,10 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from threading import Event, get_ident
-from typing import Any
+from threading import get_ident
+from typing import Any, cast
 
 import torch
 
@@ -28,12 +29,12 @@ from unisono.errors import CommError, UnavailableError
 from unisono.recording.log import LogWriter, path_of, words_of
 from unisono.wrappers.base import Wrapper
 
-__all__ = ["ATTRIBUTES", "REPLIES", "Recorded", "Recording", "begin", "described", "key_of"]
+__all__ = ["ATTRIBUTES", "ControlReplies", "Recorded", "Recording", "begin", "described", "key_of"]
 
 ATTRIBUTES = ("native", "tags", "any_source", "balanced", "devices", "host_staged", "overlaps", "background")
 """Attributes of a transport that a program or this library may depend on, so a replay must restore them."""
 
-REPLIES: dict[str, int | None] = {
+_REPLIES: dict[str, int] = {
     "get": 1,
     "add": 1,
     "compare_set": 1,
@@ -45,7 +46,6 @@ REPLIES: dict[str, int | None] = {
     "report_failure": 1,
     "first_cause": 1,
     "rebuild": 2,
-    "request_admission": 0,
     "query": 1,
     "measured": 2,
     "stop_verdict": 1,
@@ -54,8 +54,6 @@ REPLIES: dict[str, int | None] = {
 
 _PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 """Environment variables from which a script reads its rank."""
-
-_FORWARDED = ("set", "join", "leave", "boundaries", "request_stop", "watch", "hold", "share", "close")
 
 
 class Recording(Closing):
@@ -154,7 +152,7 @@ def begin(folder: str | Path, comm: Communicator, steps: int | None) -> Recordin
     }
     log.put(("header",), header)
     control = engine.control
-    replace_transport(comm, Recorded(transport, log), _recorded_control(control, log))
+    replace_transport(comm, Recorded(transport, log), cast("ControlPlane", ControlReplies(control, partial(_ask, log))))
     watched = weakref.ref(comm)
 
     def restore() -> None:
@@ -219,26 +217,19 @@ class Recorded(Wrapper):
             return self.inner.run(call)
         self._log.put(("call", self._name, number), described(call))
         key = "result", self._name, number
+
+        def note(error: BaseException) -> BaseException:
+            # Record errors of any kind: a replay raises the first one again, and ignores what later waits recorded.
+            self._log.put(key, words_of(error))
+            return error
+
         try:
             # Run the whole call on the inner transport: only the call's result is recorded, not its messages.
             work = self.inner.run(call)
         except Exception as error:
-            # Record errors of any kind: a replay raises them again.
-            self._log.put(key, words_of(error))
+            note(error)
             raise
-        return ChainedWork(work, lambda: self._log.put(key, None, call.outputs), self._noting(key))
-
-    def _noting(self, key: tuple[Any, ...]) -> Callable[[BaseException], BaseException]:
-        """Return a function that records the first error passed to it and returns every error unchanged."""
-        noted = Event()
-
-        def note(error: BaseException) -> BaseException:
-            if not noted.is_set():
-                noted.set()
-                self._log.put(key, words_of(error))
-            return error
-
-        return note
+        return ChainedWork(work, lambda: self._log.put(key, None, call.outputs), note)
 
     # -- messages ------------------------------------------------------------------------------
     def post(self, batch: Sequence[Message]) -> Work:
@@ -303,11 +294,11 @@ class _Settling:
             return self._waiting.popleft() if self._busy else None
 
 
-class _RecordedWork(Work):
+class _RecordedWork(ChainedWork):
     """Work that records every result that depends on timing."""
 
     def __init__(self, inner: Work, log: LogWriter, group: str, number: int, settling: _Settling) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._log = log
         self._group = group
         self._number = number
@@ -346,9 +337,6 @@ class _RecordedWork(Work):
             self._asked += 1
         return ended
 
-    def exception(self) -> BaseException | None:
-        return self._inner.exception()
-
     def get_future(self) -> torch.futures.Future[None]:
         self._put_asked()
         ended = Completion(0.0)
@@ -356,9 +344,6 @@ class _RecordedWork(Work):
             lambda inner: self._settling.settle(self._number, lambda: ended.complete(raised_by(inner.value)))
         )
         return ended.get_future()
-
-    def source_rank(self) -> int:
-        return self._inner.source_rank()
 
     def cancel(self) -> bool:
         self._put_asked()
@@ -369,37 +354,38 @@ class _RecordedWork(Work):
 
 def key_of(name: str, arguments: Sequence[Any]) -> tuple[Any, ...]:
     """Return the recording key of a request to the control plane."""
-    identity = [getattr(argument, "name", argument) for argument in arguments[: REPLIES[name]]]
+    identity = [getattr(argument, "name", argument) for argument in arguments[: _REPLIES[name]]]
     return ("control", name, *(tuple(each) if isinstance(each, list) else each for each in identity))
 
 
-def _asking(name: str) -> Callable[..., Any]:
-    def method(self: Any, *arguments: Any, **options: Any) -> Any:
-        key = key_of(name, arguments)
-        try:
-            reply = getattr(self.inner, name)(*arguments, **options)
-        except CommError as error:
-            self.log.put(key, ("raised", words_of(error)))
-            raise
-        self.log.put(key, ("replied", reply))
-        return reply
-
-    return method
+def _ask(log: LogWriter, name: str, method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Return the control plane's reply, and record it."""
+    key = key_of(name, arguments)
+    try:
+        reply = method(*arguments, **options)
+    except CommError as error:
+        log.put(key, ("raised", words_of(error)))
+        raise
+    log.put(key, ("replied", reply))
+    return reply
 
 
-def _forwarding(name: str) -> Callable[..., Any]:
-    return lambda self, *arguments, **options: getattr(self.inner, name)(*arguments, **options)
+class ControlReplies:
+    """Control plane that passes requests with recorded replies to a function, and forwards all other calls.
 
+    Args:
+        inner: The control plane to forward to.
+        ask: Function that returns the reply to a request. It takes the request's name, the method of `inner` that
+            answers the request, and the arguments for that method.
+    """
 
-_METHODS = {name: _asking(name) for name in REPLIES} | {name: _forwarding(name) for name in _FORWARDED}
-_RecordedControl = type("_RecordedControl", (ControlPlane,), _METHODS)
-"""Control-plane handle that records replies. Create it with `_recorded_control`."""
+    connectable = False
+    """Further connections between the ranks would not be recorded."""
 
+    def __init__(self, inner: ControlPlane, ask: Callable[..., Any]) -> None:
+        self._inner = inner
+        self._ask = ask
 
-def _recorded_control(inner: ControlPlane, log: LogWriter) -> ControlPlane:
-    control = _RecordedControl()
-    control.inner = inner
-    control.log = log
-    control.simulated = inner.simulated
-    made: ControlPlane = control
-    return made
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        return partial(self._ask, name, found) if name in _REPLIES else found

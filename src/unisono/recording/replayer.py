@@ -6,17 +6,17 @@ import threading
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from unisono.checkpoint.tree import RNG
-from unisono.communicator import Communicator, engine_of
-from unisono.control.client_base import SharedObjects
-from unisono.control.key_value_store import KeyValueStore
+from unisono.communicator import Communicator
+from unisono.control.local import LocalHub
 from unisono.core.call import Call
 from unisono.core.control import ControlPlane
 from unisono.core.failure import Cause
@@ -26,12 +26,12 @@ from unisono.core.staging import digest
 from unisono.core.step_boundaries import StepBoundaries
 from unisono.core.transport import Options, Transport
 from unisono.core.types import Message, PointToPoint, Recv, Timeout, Work
-from unisono.core.work import Completion, raised_by
+from unisono.core.work import ChainedWork, Completion, raised_by
 from unisono.errors import CommError, CommTimeoutError, MismatchError, UnavailableError
 from unisono.recording.log import Log, LogEntry, error_from, path_of
-from unisono.recording.recorder import ATTRIBUTES, described, key_of
+from unisono.recording.recorder import ATTRIBUTES, ControlReplies, described, key_of
 
-__all__ = ["RankReplay", "RecordingEndError", "ReplayTransport", "begin", "without_torch_groups"]
+__all__ = ["RankReplay", "RecordingEndError", "ReplayTransport", "without_torch_groups"]
 
 T = TypeVar("T")
 
@@ -99,6 +99,16 @@ class RankReplay:
                 raise RecordingEndError(0)
         self.differs(f"{what} was not recorded, or had not ended when the recorded process did")
 
+    def reply(self, name: str, alone: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """Return the recorded reply to a request to the control plane; if there is none, the reply of `alone`."""
+        entry = self.log.take(key_of(name, arguments)) if self.begun else None
+        if entry is None:
+            return alone(*arguments, **options)
+        kind, value = entry.value
+        if kind == "raised":
+            raise error_from(value)
+        return value
+
     def require_begun(self) -> None:
         """Raise an error for a call before `un.record`."""
         if not self.begun:
@@ -111,7 +121,8 @@ class RankReplay:
         options = Options(backend, device, timeout_s, chunk_bytes=chunk_bytes, deterministic=deterministic)
         group = Group(header["name"], header["rank"], tuple(header["members"]))
         transport = ReplayTransport(self, group)
-        return Communicator(transport, _Control(self), options, check="auto" if header["checked"] else "off")
+        control = cast("ControlPlane", ControlReplies(cast("ControlPlane", _Alone(self)), self.reply))
+        return Communicator(transport, control, options, check="auto" if header["checked"] else "off")
 
     def run(self, program: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> T | None:
         """Run the program and return its result, or None if the recording ends first."""
@@ -213,11 +224,14 @@ class ReplayTransport(Transport):
         arrivals: list[tuple[LogEntry, torch.Tensor]] = []
         for message in batch:
             if isinstance(message, Recv):
-                entry = self._arrival(message)
+                peer = message.peer
+                tag = message.tag
+                self._received[peer, tag] += 1
+                entry = replay.log.take(("recv", self._name, peer, tag, self._received[peer, tag]))
                 if entry is None:
                     # The message did not arrive in the recorded run, so the recording contains at most a failed wait
                     # for it.
-                    return _Unanswered(replay, self.group, f"the message from rank {message.peer}")
+                    return _Unanswered(partial(replay.missing, self.group, f"the message from rank {peer}"))
                 arrivals.append((entry, message.tensor))
             else:
                 self._compare_sent(message)
@@ -228,12 +242,6 @@ class ReplayTransport(Transport):
                 replay.differs(f"a receive at {site_text(callers_place())} of {tensor.numel()} elements: {error}")
         replay.messages += len(batch)
         return Completion.ended()
-
-    def _arrival(self, message: Message) -> LogEntry | None:
-        peer = message.peer
-        tag = message.tag
-        self._received[peer, tag] += 1
-        return self.replay.log.take(("recv", self._name, peer, tag, self._received[peer, tag]))
 
     def _compare_sent(self, message: Message) -> None:
         what = f"a message to rank {message.peer}, tag {message.tag}"
@@ -280,33 +288,22 @@ def _difference(expected: dict[str, Any], found: dict[str, Any]) -> str:
     for name, value in found.items():
         before = expected[name]
         before = tuple(before) if isinstance(value, tuple) else before
-        if name in ("site", "digests") or value == before:
-            continue
-        return f"{where}: {name} was {before}, and is {value}"
+        if name not in ("site", "digests") and value != before:
+            return f"{where}: {name} was {before}, and is {value}"
     if found["digests"] != expected["digests"]:
         return f"{where}: this rank sends other bytes. Did it compute with another input, random number or time?"
     return ""
 
 
-class _Unanswered(Work):
+class _Unanswered(Completion):
     """Work that was still running when the recording ended, or that the program never waited for."""
 
-    def __init__(self, replay: RankReplay, group: Group, what: str) -> None:
-        self.replay = replay
-        self._group = group
-        self._what = what
+    def __init__(self, missing: Callable[[], NoReturn]) -> None:
+        super().__init__(0.0)
+        self._missing = missing
 
     def wait(self, timeout: Timeout | None = None) -> None:
-        self.replay.missing(self._group, self._what)
-
-    def is_completed(self) -> bool:
-        return False
-
-    def exception(self) -> BaseException | None:
-        return None
-
-    def get_future(self) -> torch.futures.Future[None]:
-        return torch.futures.Future()
+        self._missing()
 
 
 class _Futures:
@@ -332,11 +329,10 @@ class _Futures:
             while (following := self._log.peek(self._key)) is not None and self._asked.get(following.value):
                 self._due.append(self._asked[following.value].pop(0))
                 self._log.take(self._key)
-            if not self._due:
+            if waiting or not self._due:
                 return
-            if not waiting:
-                self._due.popleft()()
-            if self._due and not waiting:
+            self._due.popleft()()
+            if self._due:
                 later = threading.Timer(_LATER_S, self._complete)
                 later.daemon = True
                 later.start()
@@ -347,11 +343,11 @@ class _Futures:
                 self._due.popleft()()
 
 
-class _ReplayedWork(Work):
+class _ReplayedWork(ChainedWork):
     """Work that returns the recorded results."""
 
     def __init__(self, inner: Work, replay: RankReplay, group: str, number: int, futures: _Futures) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._log = replay.log
         self._where = group, number
         self._futures = futures
@@ -384,9 +380,6 @@ class _ReplayedWork(Work):
         self._futures.ask(self._where[1], lambda: ended.complete(raised_by(self.wait)))
         return ended.get_future()
 
-    def source_rank(self) -> int:
-        return self._inner.source_rank()
-
     def cancel(self) -> bool:
         entry = self._log.take(("cancelled", *self._where))
         if entry is not None and entry.value:
@@ -394,83 +387,44 @@ class _ReplayedWork(Work):
         return entry is not None and bool(entry.value)
 
 
-class _Control(ControlPlane):
-    """Control plane without peers. A reply that was not recorded is computed as if all ranks made the same request."""
+class _Alone:
+    """Control plane without peers, which answers requests as if all ranks made the same request."""
 
     def __init__(self, replay: RankReplay) -> None:
-        self.replay = replay
-        self._store = KeyValueStore()
-        self._shared = SharedObjects()
+        self._replay = replay
+        self._local = LocalHub().control()
 
-    def _reply(self, name: str, arguments: Sequence[Any], otherwise: Callable[[], T]) -> T:
-        entry = self.replay.log.take(key_of(name, arguments)) if self.replay.begun else None
-        if entry is None:
-            return otherwise()
-        kind, value = entry.value
-        if kind == "raised":
-            raise error_from(value)
-        reply: T = value
-        return reply
-
-    # -- the store -----------------------------------------------------------------------------
-    def set(self, key: str, value: bytes) -> None:
-        self._store.set(key, value)
+    def __getattr__(self, name: str) -> Any:
+        # The store and shared objects, which need no peers.
+        return getattr(self._local, name)
 
     def get(self, key: str, timeout: float, group: Group | None = None) -> bytes:
-        def here() -> bytes:
-            value = self._store.get(key, 0, 0)
-            if value is None:
-                raise CommTimeoutError(f"key {key!r} was not recorded")
-            return value
-
-        return self._reply("get", [key], here)
-
-    def add(self, key: str, amount: int) -> int:
-        return self._reply("add", [key], lambda: self._store.add(key, amount)[0])
-
-    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        return self._reply("compare_set", [key], lambda: self._store.compare_set(key, expected, desired)[0])
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return self._reply("check", [keys], lambda: self._store.check(list(keys)))
-
-    def delete(self, key: str) -> bool:
-        return self._reply("delete", [key], lambda: self._store.delete(key))
-
-    def num_keys(self) -> int:
-        return self._reply("num_keys", [], lambda: len(self._store))
+        if not self._local.check([key]):
+            raise CommTimeoutError(f"key {key!r} was not recorded")
+        return self._local.get(key, timeout)
 
     # -- groups --------------------------------------------------------------------------------
     def join(self, group: Group, on_failure: Callable[[Cause], None] | None = None) -> None:
         pass
 
-    def leave(self, group: Group, patience: float = 0.0) -> None:
-        pass
-
     def exchange(self, group: Group, topic: str, value: Any, timeout: float) -> list[Any]:
-        return self._reply("exchange", [group, topic], lambda: [value] * group.size)
+        return [value] * group.size
 
     def exchange_unless_equal(self, group: Group, topic: str, value: Any, timeout: float) -> list[Any] | None:
-        def here() -> list[Any] | None:
-            if topic != "introduction" or self.replay.begun:
-                return None
-            # Before the replay has begun, answer with the ranks and hosts of the recorded communicator.
-            hosts = enumerate(self.replay.header["hosts"])
-            names = {rank: f"host {number}" for number, ranks in hosts for rank in ranks}
-            return [(names[rank], *value[1:]) for rank in range(group.size)]
-
-        return self._reply("exchange_unless_equal", [group, topic], here)
+        if topic != "introduction" or self._replay.begun:
+            return None
+        # Before the replay has begun, answer with the ranks and hosts of the recorded communicator.
+        hosts = enumerate(self._replay.header["hosts"])
+        names = {rank: f"host {number}" for number, ranks in hosts for rank in ranks}
+        return [(names[rank], *value[1:]) for rank in range(group.size)]
 
     def report_failure(self, group: Group, cause: Cause) -> Cause:
-        return self._reply("report_failure", [group], lambda: cause)
+        return cause
 
-    def first_cause(self, group: Group, patience: float = 0.0) -> Cause | None:
-        return self._reply("first_cause", [group], lambda: None)
+    def rebuild(self, group: Group, attempt: int, timeout: float, **how: Any) -> NoReturn:
+        self._replay.missing(group, "rebuild")
 
-    def rebuild(self, group: Group, attempt: int, timeout: float, **how: Any) -> Any:
-        return self._reply("rebuild", [group, attempt], lambda: self.replay.missing(group, "rebuild"))
-
-    def request_admission(self, timeout: float) -> Any:
+    def request_admission(self, timeout: float) -> NoReturn:
         raise CommError("a replay admits no newcomers")
 
     # -- stopping at the same step ---------------------------------------------------------------
@@ -485,35 +439,21 @@ class _Control(ControlPlane):
         """Do nothing: a replay stops where the recorded run stopped."""
         return 0
 
-    def stop_verdict(self, group: Group, timeout: float) -> int | None:
-        return self._reply("stop_verdict", [group], lambda: None)
+    def stop_verdict(self, group: Group, timeout: float) -> None:
+        """Return None: no rank has requested a stop."""
 
     # -- activity ------------------------------------------------------------------------------
     def measured(self, group: Group, what: str, make: Callable[[], T]) -> T:
         # Don't call `make` once the replay has begun, because it may write to a checkpoint that is in use.
-        otherwise = (lambda: self.replay.missing(group, what)) if self.replay.begun else make
-        return self._reply("measured", [group, what], otherwise)
+        if self._replay.begun:
+            self._replay.missing(group, what)
+        return make()
 
     def watch(self, activity: Activity) -> None:
         pass
 
-    def query(self, group: Group | None, patience: float) -> Any:
-        return self._reply("query", [group], dict)
+    def query(self, group: Group | None, patience: float) -> dict[Any, Any]:
+        return {}
 
     def hold(self, reason: str | None) -> None:
         """Do nothing: a replay has no other ranks to stop for a debugger."""
-
-    def share(self, key: str, make: Callable[[], T]) -> T:
-        return self._shared.get(key, make)
-
-    def close(self) -> None:
-        pass
-
-
-def begin(comm: Communicator) -> bool:
-    """Begin the replay if the communicator belongs to one; return whether it does."""
-    transport = engine_of(comm).transport
-    if not isinstance(transport, ReplayTransport):
-        return False
-    transport.replay.begin()
-    return True

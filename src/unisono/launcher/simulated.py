@@ -169,7 +169,7 @@ def run_simulated(job: Job, size: int, on_failure: str, seed: int, preempt: floa
     # If ranks cannot have their own torch generators, `ThreadRank` seeds the shared one, so restore its state
     # afterwards.
     shared = nullcontext() if OWN_GENERATORS else torch.random.fork_rng(devices=[])
-    with unpatched(), own_generators, interposed(), shared:
+    with unpatched(), own_generators, interposed, shared:
         scheduler = TaskScheduler(seed, job.options.timeout_s, preempt=preempt)
         hubs: list[SimulatedHub] = []
         world = Group.world(0, size)

@@ -29,11 +29,6 @@ EPOCH_S = 1_767_225_600
 """Value of `time.time` at the start of a simulation: the beginning of 2026."""
 
 
-def interposed() -> SharedContext:
-    """Return a context in which tasks see virtual clocks, locks and threads."""
-    return _interposed
-
-
 @contextmanager
 def _interpose() -> Iterator[None]:
     with (
@@ -43,7 +38,8 @@ def _interpose() -> Iterator[None]:
         yield
 
 
-_interposed = SharedContext(_interpose)
+interposed: SharedContext = SharedContext(_interpose)
+"""Context in which tasks see virtual clocks, locks and threads."""
 
 
 # -- clocks ----------------------------------------------------------------------------------------
@@ -216,11 +212,9 @@ def _loops() -> list[Replacement]:
         # Only a timer or `_write_to_self` can end this wait: other sources, such as sockets, are outside the
         # simulation.
         waiting[selector] = task
-        task.hasty += 1
         try:
-            task.scheduler.block(None if timeout is None else task.scheduler.now + nanoseconds(timeout))
+            task.scheduler.block(None if timeout is None else task.scheduler.now + nanoseconds(timeout), hasty=True)
         finally:
-            task.hasty -= 1
             del waiting[selector]
         return real_select(selector, 0)
 

@@ -10,13 +10,12 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from heapq import heappop, heappush, nsmallest
 from itertools import count
 from random import Random
 from types import FrameType
 
-from unisono.core.flight_recorder import thread_frames, with_callers
+from unisono.core.flight_recorder import is_internal, is_users, site_of, thread_frames, with_callers
 from unisono.errors import CommTimeoutError, DeadlockError
 
 __all__ = ["EndedError", "SimulatedTask", "TaskScheduler", "here", "name_ranks", "nanoseconds", "unpatched", "waiting"]
@@ -55,7 +54,7 @@ class SimulatedTask:
         self.main = main
         self.gate: _thread.LockType = _thread.allocate_lock()
         self.gate.acquire()
-        self.thread: threading.Thread | None = None
+        self.thread: threading.Thread
         self.ident: int | None = None
         self.done = self.blocked = self.woken = False
         self.number = self.polls = self.hasty = self.children = 0
@@ -127,22 +126,8 @@ def nanoseconds(seconds: float) -> int:
     return math.ceil(min(max(seconds, 0.0), 3.2e9) * _NS)
 
 
-@dataclass(frozen=True, slots=True)
-class _TimedEvent:
-    """Action scheduled at a virtual time.
-
-    Attributes:
-        fire: The action.
-        live: Function that returns whether the action is still wanted.
-        patient: Whether the action is merely the deadline of a wait with (nearly) the default timeout.
-    """
-
-    fire: _Action
-    live: Callable[[], bool] = lambda: True
-    patient: bool = False
-
-
-_Entry = tuple[int, float, int, _TimedEvent]
+_Event = tuple[int, float, int, _Action, Callable[[], bool]]
+"""Virtual time, two numbers that order simultaneous events, the action, and whether the action is still wanted."""
 
 
 class _Calendar:
@@ -153,24 +138,34 @@ class _Calendar:
         self._count = count()
         # Deadlines of waits with the default timeout are stored separately: if only these deadlines are left, the ranks
         # are deadlocked.
-        self._patient: list[_Entry] = []
-        self._others: list[_Entry] = []
+        self._patient: list[_Event] = []
+        self._others: list[_Event] = []
 
-    def add(self, when: int, event: _TimedEvent) -> None:
-        """Schedule an event at time `when`, in nanoseconds."""
-        heap = self._patient if event.patient else self._others
-        heappush(heap, (when, self._random.random(), next(self._count), event))
+    def add(self, when: int, fire: _Action, live: Callable[[], bool] = lambda: True, *, patient: bool = False) -> None:
+        """Schedule an action.
 
-    def next(self) -> tuple[int, _TimedEvent] | None:
-        """Remove and return the first event; None if only deadlines of waits with the default timeout are left."""
+        Args:
+            when: Virtual time, in nanoseconds.
+            fire: The action.
+            live: Function that returns whether the action is still wanted.
+            patient: Whether the action is merely the deadline of a wait with (nearly) the default timeout.
+        """
+        heap = self._patient if patient else self._others
+        heappush(heap, (when, self._random.random(), next(self._count), fire, live))
+
+    def next(self) -> tuple[int, _Action] | None:
+        """Remove the first event, and return its time and action.
+
+        Return None if only deadlines of waits with the default timeout are left.
+        """
         for heap in (self._patient, self._others):
-            while heap and not heap[0][-1].live():
+            while heap and not heap[0][-1]():
                 heappop(heap)
         if not self._others:
             return None
         heap = self._patient if self._patient and self._patient[0] < self._others[0] else self._others
-        when, _, _, event = heappop(heap)
-        return when, event
+        when, _, _, fire, _ = heappop(heap)
+        return when, fire
 
 
 _POLLS = 100
@@ -237,10 +232,9 @@ class TaskScheduler:
     def start(self, run: _Action, name: str, rank: int | None, *, main: bool = False) -> SimulatedTask:
         """Start a new task, ready to run, on a new thread."""
         task = SimulatedTask(self, name, rank, main)
-        thread = threading.Thread(target=self.live, args=(task, run), name=name, daemon=True)
-        task.thread = thread
+        task.thread = threading.Thread(target=self.live, args=(task, run), name=name, daemon=True)
         self.admit(task)
-        thread.start()
+        task.thread.start()
         return task
 
     def admit(self, task: SimulatedTask) -> None:
@@ -264,35 +258,35 @@ class TaskScheduler:
                 if turns == self._turns:
                     raise _stuck_error(self._running, self._stuck_s)
                 turns = self._turns
-            self._running = None
         finally:
             self._end()
         if self._failure is not None:
             raise self._failure
 
     # -- for tasks ---------------------------------------------------------------------------------
-    def block(self, deadline: int | None = None) -> bool:
-        """Wait for a wake-up or until `deadline` (in nanoseconds). Return whether the task was woken."""
+    def block(self, deadline: int | None = None, *, hasty: bool = False) -> bool:
+        """Wait for a wake-up or until `deadline` (in nanoseconds). Return whether the task was woken.
+
+        Args:
+            deadline: Virtual time at which the wait ends; None for no limit.
+            hasty: As for `waiting`.
+        """
         task = self._me()
         task.number += 1
         task.polls = 0
         task.blocked = True
         task.woken = False
         if deadline is not None:
-            patient = deadline - self.now >= self._patience and not task.hasty
-            self._calendar.add(deadline, self._timeout(task, patient))
+            number = task.number
+
+            def expire() -> None:
+                self.wake(task)
+                task.woken = False
+
+            patient = deadline - self.now >= self._patience and not (hasty or task.hasty)
+            self._calendar.add(deadline, expire, lambda: task.blocked and task.number == number, patient=patient)
         self._switch_to(task)
         return task.woken
-
-    def _timeout(self, task: SimulatedTask, patient: bool) -> _TimedEvent:
-        """Return the event that ends a task's current wait at its deadline."""
-        number = task.number
-
-        def expire() -> None:
-            self.wake(task)
-            task.woken = False
-
-        return _TimedEvent(expire, lambda: task.blocked and task.number == number, patient)
 
     def wake(self, task: SimulatedTask) -> None:
         """Wake a task if it is waiting."""
@@ -322,12 +316,7 @@ class TaskScheduler:
 
     def sleep(self, seconds: float) -> None:
         """Wait for this much virtual time."""
-        task = self._me()
-        task.hasty += 1
-        try:
-            self.block(self.now + nanoseconds(seconds))
-        finally:
-            task.hasty -= 1
+        self.block(self.now + nanoseconds(seconds), hasty=True)
 
     def poll(self) -> None:
         """Charge virtual time for reading a clock or flag, so that polling loops make progress."""
@@ -344,7 +333,7 @@ class TaskScheduler:
             self._due.append(action)
             self.wake(self._clock)
 
-        self._calendar.add(when, _TimedEvent(fire))
+        self._calendar.add(when, fire)
 
     def note(self, text: str) -> None:
         """Append a line to the trace."""
@@ -413,18 +402,15 @@ class TaskScheduler:
         while not self._over and self._left:
             if self._ready:
                 return self._ready.pop(self.choose(len(self._ready)))
-            self._advance()
+            # Advance time until a task can run.
+            found = self._calendar.next()
+            if found is None:
+                self._break_deadlock()
+            else:
+                when, fire = found
+                self.now = max(self.now, when)
+                fire()
         return None
-
-    def _advance(self) -> None:
-        """Advance time until a task can run."""
-        found = self._calendar.next()
-        if found is None:
-            self._break_deadlock()
-        else:
-            when, event = found
-            self.now = max(self.now, when)
-            event.fire()
 
     def _break_deadlock(self) -> None:
         ranks = {rank: list(tasks) for rank, tasks in self._alive.items() if rank is not None}
@@ -460,16 +446,12 @@ class TaskScheduler:
                 task.gate.release()
                 self._driver.acquire()
         for task in self._tasks:
-            if task.thread is not None:
-                task.thread.join(_LEAVE_S)
+            task.thread.join(_LEAVE_S)
 
 
 _NAMED = 8
 _MOST_LINES = 16
 _HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_LIBRARY = os.path.dirname(os.path.dirname(_HERE)) + os.sep
-_STANDARD = os.path.dirname(os.path.abspath(threading.__file__)) + os.sep
-_TORCH = f"{os.sep}torch{os.sep}"
 
 
 def _deadlock_report(ranks: Mapping[int, Sequence[SimulatedTask]], now_s: float) -> tuple[str, dict[int, str]]:
@@ -529,8 +511,8 @@ def _operation_of(frame: FrameType | None) -> tuple[str | None, str | None]:
     operation: str | None = None
     for each in with_callers(frame):
         file = each.f_code.co_filename
-        if file.startswith(_LIBRARY):
+        if is_internal(file):
             operation = operation if file.startswith(_HERE) else each.f_code.co_name
-        elif not (file.startswith(_STANDARD) and "site-packages" not in file) and _TORCH not in file:
-            return operation, f"{os.path.basename(file)}:{each.f_lineno}"
+        elif is_users(file):
+            return operation, site_of(each)
     return None, None

@@ -65,11 +65,11 @@ def test_time_never_runs_backwards_while_others_stop_it() -> None:
 
 
 def test_clock_stands_still_after_a_simulation_that_ends_meanwhile() -> None:
-    with interposed():
+    with interposed:
         clock.stop()
     at = clock.now()
     try:
-        with interposed():
+        with interposed:
             assert clock.now() == at
         assert clock.now() == at
     finally:

@@ -120,7 +120,7 @@ def test_patches_are_removed() -> None:
     names = [(time, "sleep"), (time, "monotonic"), (threading, "Lock"), (threading, "RLock"), (queue, "SimpleQueue")]
     names += [(threading.Thread, "start"), (threading.Thread, "join"), (torch.futures.Future, "wait")]
     before = [getattr(*name) for name in names]
-    with interposed(), interposed():
+    with interposed, interposed:
         assert all(getattr(*name) is not was for name, was in zip(names, before, strict=True))
     assert [getattr(*name) for name in names] == before
 

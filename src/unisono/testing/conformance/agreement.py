@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from unisono.communicator import Communicator
+from unisono.core.work import raised_by
 from unisono.errors import MismatchError
 from unisono.testing.conformance.world import World, numbers, together
 
@@ -16,21 +17,18 @@ __all__ = ["different_calls_are_rejected_on_every_rank"]
 def different_calls_are_rejected_on_every_rank(world: World) -> None:
     """The error quotes any difference in count, dtype, op, root, operation, algorithm, lengths or order of calls."""
     for difference, (call, quoted) in _DIFFERENCES.items():
-        for rank, message in enumerate(world.run(_program, call, size=3)):
-            missing = [word for word in quoted if word not in message]
-            assert not missing, f"ranks differ in {difference}; rank {rank}'s error lacks {missing}: {message}"
+        for rank, error in enumerate(world.run(_program, call, size=3)):
+            assert isinstance(error, MismatchError), f"ranks differ in {difference}; rank {rank} raised {error!r}"
+            missing = [word for word in quoted if word not in str(error)]
+            assert not missing, f"ranks differ in {difference}; rank {rank}'s error lacks {missing}: {error}"
 
 
-def _program(comm: Communicator, call: Callable[[Communicator, bool], object]) -> str:
+def _program(comm: Communicator, call: Callable[[Communicator, bool], object]) -> BaseException | None:
     part = comm.dup()
-    try:
-        # Rank 1's call differs from the other two ranks' calls.
-        call(part, part.rank == 1)
-    except MismatchError as error:
-        return str(error)
-    finally:
-        together(comm)
-    return "no error"
+    # Rank 1's call differs from the other two ranks' calls.
+    error = raised_by(lambda: call(part, part.rank == 1))
+    together(comm)
+    return error
 
 
 def _sizes(comm: Communicator, odd: bool) -> object:

@@ -13,11 +13,11 @@ from unisono.communicator import Communicator
 from unisono.core.transport import Transport
 from unisono.core.types import Timeout, Work
 from unisono.core.work import resolve_timeout
-from unisono.errors import CommError
+from unisono.errors import CommError, PeerLostError
 from unisono.testing.namespaced_ranks import TIMEOUT_S
 from unisono.testing.pools import pool
 
-__all__ = ["NOTHING", "Check", "World", "error_of", "numbers", "together", "until", "wait_all"]
+__all__ = ["NOTHING", "Check", "World", "check_loss", "error_of", "numbers", "together", "until", "wait_all"]
 
 NOTHING = "nothing was raised"
 
@@ -68,12 +68,15 @@ class World:
         Raises:
             Exception: As `unisono.testing.RankPool.run`.
         """
-        options: dict[str, Any] = {"timeout": self.timeout, "chunk_bytes": self.chunk_bytes, "device": self.device}
-        if self.wrap is not None:
-            options["wrap"] = self.wrap
-        if self.hosts is not None:
-            options["hosts"] = self.hosts
-        return pool(self.backend, **options).run(fn, *args, size=size, on_failure=on_failure)
+        ranks = pool(
+            self.backend,
+            timeout=self.timeout,
+            chunk_bytes=self.chunk_bytes,
+            device=self.device,
+            wrap=self.wrap,
+            hosts=self.hosts,
+        )
+        return ranks.run(fn, *args, size=size, on_failure=on_failure)
 
 
 Check = Callable[[World], None]
@@ -121,3 +124,28 @@ def error_of(call: Callable[[], object], kind: type[Exception]) -> str:
     except Exception as error:
         return f"not {kind.__name__} but {error!r}"
     return NOTHING
+
+
+def check_loss(world: World, wait: Callable[[Communicator], object]) -> None:
+    """Assert that a wait for a rank that fails with its own error soon raises a `PeerLostError` on the other ranks.
+
+    Args:
+        world: The ranks.
+        wait: Function that waits for rank 1, for less than the default timeout.
+    """
+
+    def program(comm: Communicator) -> object:
+        if comm.rank == 1:
+            raise KeyError("my own mistake")
+        return wait(comm)
+
+    # Restart ranks killed by an earlier failure, so that the measured time excludes their start.
+    world.run(together, size=3)
+    started = time.monotonic()
+    ends = world.run(program, size=3, on_failure="continue")
+    assert time.monotonic() - started < world.soon_s, "the other ranks were notified late"
+    assert isinstance(ends[1], KeyError), ends
+    for end in (ends[0], ends[2]):
+        assert isinstance(end, PeerLostError), ends
+        assert end.peer == 1, f"{end!r} names rank {end.peer}"
+        assert "my own mistake" in str(end), end

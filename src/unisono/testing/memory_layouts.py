@@ -74,7 +74,23 @@ def place(values: torch.Tensor, layout: str = "contiguous") -> LaidOutTensor:
     count = values.numel()
     rows = next((r for r in range(isqrt(count), 0, -1) if count % r == 0), 1)
     columns = count // rows
-    shape, strides, margin = _geometry(layout, count, rows, columns)
+    flat: tuple[tuple[int, ...], tuple[int, ...]] = ((count,), (1,))
+    # Shape, and strides in elements.
+    geometries = {
+        "contiguous": flat,
+        "conjugate": flat,
+        "no dimensions": ((), ()) if count == 1 else flat,
+        "offset": flat,
+        "every second": ((count,), (2,)),
+        "transposed": ((rows, columns), (1, rows)),
+        "gaps between rows": ((rows, columns), (columns + 1, 1)),
+        "reversed dimensions": ((1, columns, rows), (7, 1, columns)),
+    }
+    if layout not in geometries:
+        raise ValueError(f"unknown layout {layout!r}; known: {', '.join(LAYOUTS)}")
+    shape, strides = geometries[layout]
+    # Number of guard elements before and after the view.
+    margin = 0 if layout in ("contiguous", "conjugate") else _MARGIN
     extent = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if count else 0
     # Guard elements alternate, so that a stray write of either bool value changes some of them.
     whole = torch.zeros(extent + 2 * margin, dtype=values.dtype, device=values.device)
@@ -84,24 +100,3 @@ def place(values: torch.Tensor, layout: str = "contiguous") -> LaidOutTensor:
         view = view.conj()
     view.copy_(values.view(shape))
     return LaidOutTensor(view, whole)
-
-
-def _geometry(layout: str, count: int, rows: int, columns: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Return shape, strides in elements, and the number of guard elements before and after the view."""
-    match layout:
-        case "contiguous" | "conjugate":
-            return (count,), (1,), 0
-        case "no dimensions":
-            return ((), (), _MARGIN) if count == 1 else ((count,), (1,), _MARGIN)
-        case "offset":
-            return (count,), (1,), _MARGIN
-        case "every second":
-            return (count,), (2,), _MARGIN
-        case "transposed":
-            return (rows, columns), (1, rows), _MARGIN
-        case "gaps between rows":
-            return (rows, columns), (columns + 1, 1), _MARGIN
-        case "reversed dimensions":
-            return (1, columns, rows), (7, 1, columns), _MARGIN
-        case _:
-            raise ValueError(f"unknown layout {layout!r}; known: {', '.join(LAYOUTS)}")

@@ -9,7 +9,6 @@ import math
 import os
 import re
 import shutil
-import signal
 import socket
 import statistics
 import subprocess
@@ -113,9 +112,7 @@ class HostRanks(Closing):
     def kill(self, *ranks: int) -> None:
         """Kill the given ranks with SIGKILL."""
         for rank in ranks:
-            pid = self.processes[rank].pid
-            assert pid is not None
-            os.kill(pid, signal.SIGKILL)
+            self.processes[rank].kill()
 
     def close(self) -> None:
         """Kill the ranks that are still running."""

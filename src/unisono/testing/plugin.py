@@ -48,15 +48,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add the options that run each marked test on several numbers of ranks and several backends."""
     group = parser.getgroup("unisono")
     group.addoption("--ranks", type=_numbers, help="numbers of ranks for each test marked with `ranks`, such as 2,3")
-    group.addoption("--backends", type=_names, help="backends for each test marked with `ranks`, such as thread,shm")
+    group.addoption("--backends", help="backends for each test marked with `ranks`, such as thread,shm")
 
 
 def _numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
-
-
-def _names(text: str) -> list[str]:
-    return text.split(",")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -85,7 +81,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     importlib.import_module("unisono.testing.pools")
     made = MarkedRanks(*marker.args, **marker.kwargs)
     sizes = [made.size] if isinstance(made.size, str) else metafunc.config.getoption("ranks") or [made.size]
-    backends = metafunc.config.getoption("backends") or [made.backend]
+    backends = (metafunc.config.getoption("backends") or made.backend).split(",")
     variants = [MarkedRanks(size, backend, torch=made.torch, **made.options) for backend in backends for size in sizes]
     # Hypothesis rejects function-scoped fixtures, because all examples would share them.
     drawn = hasattr(metafunc.function, "hypothesis")

@@ -7,7 +7,7 @@ import os
 import pickle
 import signal
 import sys
-from multiprocessing.connection import Connection
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from unittest import SkipTest
@@ -40,9 +40,10 @@ def serve(comm: Communicator, folder: str) -> None:
     faulthandler.register(signal.SIGUSR1, file=stacks)
     randomness = torch.get_rng_state()
     parts: dict[tuple[int, int], Communicator | None] = {}
-    with stacks:
+    # The link ends when the driver has exited.
+    with stacks, suppress(EOFError):
         link.send_bytes(run_reported(comm.rank, os.getpid))
-        while order := _next(link):
+        while order := link.recv_bytes():
             size, failures, program = pickle.loads(order)
             if (size, failures) not in parts:
                 parts = {key: part for key, part in parts.items() if key[1] == failures}
@@ -53,13 +54,6 @@ def serve(comm: Communicator, folder: str) -> None:
                 outcome, usable = _perform(part, program)
                 link.send_bytes(outcome)
                 link.send(usable)
-
-
-def _next(link: Connection[Any, Any]) -> bytes:
-    try:
-        return link.recv_bytes()
-    except EOFError:
-        return LEAVE
 
 
 def _perform(comm: Communicator, program: bytes) -> tuple[bytes, bool]:

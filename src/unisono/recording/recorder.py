@@ -14,6 +14,7 @@ from threading import get_ident
 from typing import Any, cast
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from unisono.checkpoint.tree import RNG
 from unisono.communicator import Communicator, engine_of, replace_transport
@@ -22,16 +23,16 @@ from unisono.core.closing import Closing
 from unisono.core.control import ControlPlane
 from unisono.core.flight_recorder import callers_place, site_text
 from unisono.core.staging import digest
-from unisono.core.transport import Mailbox, Transport
+from unisono.core.transport import Mailbox, Transport, share_capabilities
 from unisono.core.types import Message, PointToPoint, Recv, Timeout, Work
 from unisono.core.work import ChainedWork, Completion, raised_by
 from unisono.errors import CommError, UnavailableError
 from unisono.recording.log import LogWriter, path_of, words_of
 from unisono.wrappers.base import Wrapper
 
-__all__ = ["ATTRIBUTES", "ControlReplies", "Recorded", "Recording", "begin", "described", "key_of"]
+__all__ = ["ControlReplies", "Recorded", "Recording", "begin", "described", "key_of"]
 
-ATTRIBUTES = ("native", "tags", "any_source", "balanced", "devices", "host_staged", "overlaps", "background")
+_ATTRIBUTES = ("native", "tags", "any_source", "balanced", "devices", "host_staged", "overlaps", "background")
 """Attributes of a transport that a program or this library may depend on, so a replay must restore them."""
 
 _REPLIES: dict[str, int] = {
@@ -67,7 +68,7 @@ class Recording(Closing):
         self._owner = get_ident()
         self._left = steps
         if steps is not None:
-            _steps.count(self)
+            _counting.append(self)
 
     @property
     def nbytes(self) -> int:
@@ -78,7 +79,8 @@ class Recording(Closing):
         """End the recording; the communicator remains usable. Idempotent."""
         if self._log is None or self._log.closed:
             return
-        _steps.forget(self)
+        with suppress(ValueError):
+            _counting.remove(self)
         self._log.put(("end",), None)
         self._log.close()
         self._after()
@@ -93,39 +95,19 @@ class Recording(Closing):
                 self.close()
 
 
-class _Steps:
-    """Counts optimizer steps in this process, for recordings that end after a number of steps.
-
-    One hook serves all recordings and remains registered, because removing it is unsafe. Torch iterates over its hooks
-    while it calls them. If a recording ended and removed its hook from inside the hook or in another rank's thread, the
-    optimizer step would fail with "OrderedDict mutated during iteration".
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._registered = False
-        self._counting: list[Recording] = []
-
-    def count(self, recording: Recording) -> None:
-        """Call a recording's `stepped` after each optimizer step."""
-        from torch.optim.optimizer import register_optimizer_step_post_hook
-
-        with self._lock:
-            self._counting.append(recording)
-            if not self._registered:
-                register_optimizer_step_post_hook(self._stepped)
-                self._registered = True
-
-    def forget(self, recording: Recording) -> None:
-        with self._lock, suppress(ValueError):
-            self._counting.remove(recording)
-
-    def _stepped(self, *_: Any) -> None:
-        for recording in tuple(self._counting):
-            recording.stepped()
+_counting: list[Recording] = []
+"""Recordings that end after a number of optimizer steps."""
 
 
-_steps = _Steps()
+def _stepped(*_: Any) -> None:
+    for recording in tuple(_counting):
+        recording.stepped()
+
+
+# One hook serves all recordings and remains registered, because removing it is unsafe. Torch iterates over its hooks
+# while it calls them. If a recording ended and removed its hook from inside the hook or in another rank's thread, the
+# optimizer step would fail with "OrderedDict mutated during iteration".
+register_optimizer_step_post_hook(_stepped)
 
 
 def begin(folder: str | Path, comm: Communicator, steps: int | None) -> Recording:
@@ -144,7 +126,7 @@ def begin(folder: str | Path, comm: Communicator, steps: int | None) -> Recordin
         "options": (options.backend, options.device, options.timeout_s, options.chunk_bytes, options.deterministic),
         "checked": engine.checked,
         "hosts": comm.hosts,
-        "attributes": {name: getattr(transport, name) for name in ATTRIBUTES},
+        "attributes": {name: getattr(transport, name) for name in _ATTRIBUTES},
         "random": RNG().state_dict(),
         "threads": torch.get_num_threads(),
         "environment": {name: os.environ[name] for name in _PLACE if name in os.environ},
@@ -186,9 +168,7 @@ class Recorded(Wrapper):
 
     def __init__(self, inner: Transport, log: LogWriter) -> None:
         super().__init__(inner)
-        self.native: frozenset[str] = inner.native
-        self.overlaps: bool = inner.overlaps
-        self.background: bool = inner.background
+        share_capabilities(self, inner, "native", "overlaps", "background")
         self._log = log
         self._name = inner.group.name
         self._received = Counter[tuple[int, int]]()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import _thread
 import queue
 import selectors
-import sys
 import threading
 import time
 from asyncio.selector_events import BaseSelectorEventLoop
@@ -18,6 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
+
+import torch
 
 from unisono.core import clock
 from unisono.core.shared_context import Replacement, SharedContext, replaced
@@ -175,9 +176,6 @@ def _task_of(thread: threading.Thread) -> SimulatedTask | None:
 # -- torch -----------------------------------------------------------------------------------------
 def _futures() -> list[Replacement]:
     """Patch torch futures: they wait in C++, which would block all other tasks."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return []
     kind: Any = torch.futures.Future
     real_wait = kind.wait
 

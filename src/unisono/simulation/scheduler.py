@@ -9,7 +9,7 @@ import threading
 import traceback
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from heapq import heappop, heappush, nsmallest
 from itertools import count
 from random import Random
@@ -86,11 +86,9 @@ def _as_task(task: SimulatedTask | None) -> Iterator[None]:
         _here.task = before
 
 
-@contextmanager
-def unpatched() -> Iterator[None]:
+def unpatched() -> AbstractContextManager[None]:
     """Return a context in which this thread is outside its simulation: clocks, locks and waits are real."""
-    with _as_task(None):
-        yield
+    return _as_task(None)
 
 
 @contextmanager
@@ -207,7 +205,6 @@ class TaskScheduler:
         stuck_s: float = 300.0,
         preempt: float = 0.0,
     ) -> None:
-        self.seed = seed
         self.now: int = 0
         self.trace: list[str] = []
         self._random = Random(seed)

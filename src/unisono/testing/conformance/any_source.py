@@ -9,7 +9,17 @@ import torch
 
 from unisono.communicator import Communicator
 from unisono.errors import AbortedError, CommTimeoutError, MismatchError, PeerLostError
-from unisono.testing.conformance.world import Check, World, check_loss, error_of, numbers, together, until, wait_all
+from unisono.testing.conformance.world import (
+    Check,
+    World,
+    answer,
+    check_loss,
+    error_of,
+    numbers,
+    together,
+    until,
+    wait_all,
+)
 
 __all__ = [
     "probe_consumes_nothing",
@@ -172,9 +182,7 @@ def receive_any_completes_without_polling(world: World) -> None:
     def program(comm: Communicator, within_s: float) -> list[object]:
         got = numbers(comm, -1, -1)
         if comm.rank == 1:
-            comm.recv(numbers(comm, 0), 0)
-            for n in range(2):
-                comm.send(numbers(comm, n), 0)
+            answer(comm, 0, 1)
             return []
         works = [comm.irecv(got[n]) for n in range(2)]
         before = [works[0].is_completed(), works[0].source_rank()]

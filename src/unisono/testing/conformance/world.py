@@ -17,7 +17,7 @@ from unisono.errors import CommError, PeerLostError
 from unisono.testing.namespaced_ranks import TIMEOUT_S
 from unisono.testing.pools import pool
 
-__all__ = ["NOTHING", "Check", "World", "check_loss", "error_of", "numbers", "together", "until", "wait_all"]
+__all__ = ["NOTHING", "Check", "World", "answer", "check_loss", "error_of", "numbers", "together", "until", "wait_all"]
 
 NOTHING = "nothing was raised"
 
@@ -98,6 +98,13 @@ def together(comm: Communicator) -> None:
         behind = (comm.rank - 1) % comm.size
         comm.sendrecv(numbers(comm, comm.rank), (comm.rank + 1) % comm.size, got, behind)
         assert got.item() == behind
+
+
+def answer(comm: Communicator, *values: float) -> None:
+    """Wait for a message from rank 0, then send it each of these numbers as a message."""
+    comm.recv(numbers(comm, 0), 0)
+    for value in values:
+        comm.send(numbers(comm, value), 0)
 
 
 def wait_all(works: Iterable[Work]) -> None:

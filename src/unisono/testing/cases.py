@@ -70,13 +70,10 @@ class Case:
         if not (self.uneven and self.what.uneven):
             return [(self.count,) * self.size] * self.size
         generator = torch.Generator().manual_seed(self.seed)
-        shares = [0, self.count // 2, self.count, self.count + 1]
-        if self.what.pairwise:
-            return [self._drawn(shares, generator) for _ in range(self.size)]
-        return [self._drawn(shares, generator)] * self.size
-
-    def _drawn(self, shares: list[int], generator: torch.Generator) -> Row:
-        return tuple(shares[i] for i in torch.randint(len(shares), (self.size,), generator=generator).tolist())
+        shares = torch.tensor([0, self.count // 2, self.count, self.count + 1])
+        rows = self.size if self.what.pairwise else 1
+        drawn = shares[torch.randint(len(shares), (rows, self.size), generator=generator)]
+        return [tuple(row) for row in drawn.expand(self.size, self.size).tolist()]
 
     def given(self) -> list[Tensors]:
         """Return all ranks' inputs as one-dimensional tensors, with the same values on every rank."""

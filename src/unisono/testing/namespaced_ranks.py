@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import itertools
 import math
 import os
@@ -31,6 +30,7 @@ from unisono.launcher.api import init, launch
 from unisono.launcher.job import run_reported
 from unisono.launcher.linked_ranks import LINK, own_link, received
 from unisono.launcher.processes import start_process
+from unisono.testing.network_relay import enter
 
 __all__ = [
     "TIMEOUT_S",
@@ -154,7 +154,6 @@ def live(
 _numbers = itertools.count()
 """Numbers of this process's networks, used to make the names of namespaces unique on the machine."""
 _INTERFACE = "eth0"
-_CLONE_NEWNET = 0x40000000
 # Shell script that waits for a line or the end of standard input, and then removes the hosts named in its arguments.
 # Standard input also ends if the caller is killed.
 _REMOVE = """read _
@@ -497,14 +496,6 @@ class Network(Closing):
             with self._relay:
                 self._relay.kill()
             self._relay = None
-
-
-def enter(name: str) -> None:
-    """Move the calling thread to the network namespace with this name, as returned by `Network.name`."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with Path("/run/netns", name).open() as namespace:
-        if libc.setns(namespace.fileno(), _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {name}")
 
 
 def _port(host: int) -> str:

@@ -21,7 +21,7 @@ from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["Relay", "main"]
+__all__ = ["Relay", "enter", "main"]
 
 _CLONE_NEWNET = 0x40000000
 _TUNSETIFF = 0x400454CA
@@ -104,11 +104,16 @@ class Relay:
         return bool(order)
 
 
+def enter(name: str) -> None:
+    """Move the calling thread to the network namespace with this name, as returned by `Network.name`."""
+    with Path("/run/netns", name).open() as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {name}")
+
+
 def _device(namespace: str) -> int:
     """Move to a namespace, and return the file descriptor of a new TUN device in it."""
-    with Path("/run/netns", namespace).open() as entered:
-        if ctypes.CDLL(None, use_errno=True).setns(entered.fileno(), _CLONE_NEWNET):
-            raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
+    enter(namespace)
     # Imported here, because only Linux has TUN devices, and Windows has no fcntl.
     import fcntl
 

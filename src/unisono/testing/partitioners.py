@@ -104,9 +104,8 @@ def check_partitioner(make: Make, dataset: Any, sizes: Sequence[float], seed: in
         >>> from unisono.data import PARTITIONERS
         >>> check_partitioner(PARTITIONERS["grouped"].of, Samples(100), sizes=[0.7, 0.2, 0.1], seed=0)
     """
-    check_lossless(make, dataset, sizes, seed)
-    check_same_everywhere(make, dataset, sizes, seed)
-    check_balance(make, dataset, sizes, seed)
+    for check in (check_lossless, check_same_everywhere, check_balance):
+        check(make, dataset, sizes, seed)
 
 
 def check_lossless(make: Make, dataset: Any, sizes: Sequence[float], seed: int) -> None:

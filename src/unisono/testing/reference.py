@@ -30,7 +30,6 @@ DTYPES = (
 EXACT = tuple(dtype for dtype in DTYPES if not (dtype.is_floating_point or dtype.is_complex))
 """Dtypes whose sums are not rounded."""
 
-_REAL = (ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX)
 _BITS = {
     ReduceOp.BAND: torch.bitwise_and,
     ReduceOp.BOR: torch.bitwise_or,
@@ -52,7 +51,7 @@ def ops_for(dtype: torch.dtype) -> tuple[ReduceOp, ...]:
         return ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT
     if dtype.is_floating_point:
         return ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX
-    return (*_REAL, *_BITS)
+    return ReduceOp.SUM, ReduceOp.PRODUCT, ReduceOp.MIN, ReduceOp.MAX, *_BITS
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -194,12 +194,8 @@ def _on_rank(rank: _TorchRank, program: Callable[[Communicator], Any]) -> Any:
         assert thread_rank is not None
         thread_rank.world = rank
         return _with_default_group(rank, program)
-    with _installed(threads=False), patch.dict(os.environ, rank.place):
-        _thread.process = rank
-        try:
-            return _with_default_group(rank, program)
-        finally:
-            _thread.process = None
+    with _installed(threads=False), patch.dict(os.environ, rank.place), patch.object(_thread, "process", rank):
+        return _with_default_group(rank, program)
 
 
 def _with_default_group(rank: _TorchRank, program: Callable[[Communicator], Any]) -> Any:

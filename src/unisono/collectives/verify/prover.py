@@ -225,7 +225,7 @@ class ModelChecker:
                 group = self._matching_steps(model)
                 seen.update(group)
                 if not any(self._unmatched(member) for member in group.values()):
-                    self._exchange(group)
+                    self.exchange(group)
                     happened = True
         return happened
 
@@ -249,7 +249,12 @@ class ModelChecker:
         moves = [("receive", *item) for item in model.recvs.items()] + [("send", *item) for item in model.sends.items()]
         return [(verb, move) for verb, key, move in moves if not self._answer(model, verb, key)]
 
-    def _exchange(self, group: dict[int, RankModel]) -> None:
+    def exchange(self, group: dict[int, RankModel]) -> None:
+        """Run a step of each of these models, all of whose messages match.
+
+        Args:
+            group: The models by rank, before the step.
+        """
         ended = []
         for model in group.values():
             arrived = [(move, self._sent(self.models[key[0]], model, key, move)) for key, move in model.recvs.items()]

@@ -6,17 +6,16 @@ reached the step that contains the message.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from itertools import groupby
 from os import PathLike
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from unisono.collectives.algorithms import Algorithm, Move, Step, find
+from unisono.collectives.algorithms import Algorithm, find
 from unisono.collectives.algorithms.algorithm import goal, start
-from unisono.collectives.verify.prover import verify
+from unisono.collectives.verify.prover import ModelChecker, verify
+from unisono.collectives.verify.rank_model import RankModel
 from unisono.lab.player.replay import Change, Replay, write
 from unisono.lab.simulator import Message, Network, simulate
 
@@ -26,15 +25,48 @@ Times = Mapping[tuple[int, int, int, tuple[tuple[int, int], ...]], tuple[float, 
 """Start and end of each message in seconds. The key is the sender, receiver, step and runs; see `Message`."""
 
 
-class _MatchedMove(NamedTuple):
-    """The two moves of an algorithm that send and receive one message, each with the index of its step."""
+class _Delivery(NamedTuple):
+    """A message, the receiver's chunks that it changes, and its contents (`Change.members`) for each of them."""
 
-    sender: int
-    sent_in: int
-    send: Move
-    receiver: int
-    received_in: int
-    recv: Move
+    message: Message
+    chunks: list[int]
+    members: list[int]
+
+
+class _RecordingChecker(ModelChecker):
+    """Run of an algorithm that records its messages.
+
+    Args:
+        algorithm: The algorithm.
+        size: Number of ranks.
+        nbytes: Message size in bytes; the message is divided into chunks.
+        times: As for `replay_algorithm`.
+
+    Attributes:
+        deliveries: The messages so far; a message comes after all messages on which its contents depend.
+    """
+
+    def __init__(self, algorithm: Algorithm, size: int, nbytes: int, times: Times | None) -> None:
+        super().__init__(algorithm, size)
+        self._offsets = algorithm.offsets(size, nbytes)
+        self._times = times
+        self.deliveries: list[_Delivery] = []
+
+    def exchange(self, group: dict[int, RankModel]) -> None:
+        for model in group.values():
+            for (peer, number), recv in model.recvs.items():
+                source = self.models[peer]
+                send = source.sends[model.rank, number]
+                length = sum(self._offsets[stop] - self._offsets[start] for start, stop in send.runs)
+                begin: float = max(source.rounds, model.rounds)
+                end = begin + 1
+                if self._times is not None:
+                    begin, end = self._times[peer, model.rank, source.number, send.runs]
+                reduce = model.step is not None and model.step.reduce
+                message = Message(peer, model.rank, send.runs, length, begin, end, reduce, source.number)
+                members = [_sources(self.collective, source.chunks[each].members, self.size) for each in send.chunks]
+                self.deliveries.append(_Delivery(message, recv.chunks, members))
+        super().exchange(group)
 
 
 def play(
@@ -102,8 +134,8 @@ def replay_algorithm(algorithm: Algorithm, size: int, nbytes: int, times: Times 
     )
     verify(collective, algorithm, size)
     nbytes = 0 if collective == "barrier" else nbytes - nbytes % size if algorithm.uniform else nbytes
-    messages = _messages(algorithm, size, nbytes)
-    unit = "round" if times is None else "s"
+    checker = _RecordingChecker(algorithm, size, nbytes, times)
+    checker.run()
 
     def contents(at: Callable[[str, int, int, int], int]) -> tuple[tuple[int, ...], ...]:
         return tuple(
@@ -112,30 +144,15 @@ def replay_algorithm(algorithm: Algorithm, size: int, nbytes: int, times: Times 
         )
 
     first = contents(start)
-    carried = _carried(first, messages)
-    if times is not None:
-        for pair, message in messages.items():
-            begin, end = times[message.sender, message.receiver, message.step, message.runs]
-            messages[pair] = message._replace(start_s=begin, end_s=end)
-    ordered = tuple(sorted(messages.values(), key=lambda message: message.start_s))
-    changes = tuple(_changes(first, messages, carried))
-    return replace(empty, messages=ordered, start=first, changes=changes, goal=contents(goal), unit=unit)
-
-
-def _messages(algorithm: Algorithm, size: int, nbytes: int) -> dict[_MatchedMove, Message]:
-    """Return every message, ordered by start time."""
-    programs = [list(algorithm.steps(rank, size)) for rank in range(size)]
-    pairs = list(_pairs(programs))
-    rounds = _rounds(programs, pairs)
-    offsets = algorithm.offsets(size, nbytes)
-    messages = {}
-    for pair in pairs:
-        begin = max(rounds[pair.sender][pair.sent_in], rounds[pair.receiver][pair.received_in])
-        length = sum(offsets[stop] - offsets[start] for start, stop in pair.send.runs)
-        reduce = programs[pair.receiver][pair.received_in].reduce
-        step = pair.sent_in + 1
-        messages[pair] = Message(pair.sender, pair.receiver, pair.send.runs, length, begin, begin + 1, reduce, step)
-    return dict(sorted(messages.items(), key=lambda item: item[1].start_s))
+    messages = (delivery.message for delivery in checker.deliveries)
+    return replace(
+        empty,
+        messages=tuple(sorted(messages, key=lambda message: (message.start_s, message.sender))),
+        start=first,
+        changes=tuple(_changes(first, checker.deliveries)),
+        goal=contents(goal),
+        unit="round" if times is None else "s",
+    )
 
 
 def _name(collective: str, chunk: int, size: int) -> str:
@@ -151,70 +168,11 @@ def _sources(collective: str, members: int, size: int) -> int:
     return sum(1 << rank for rank in range(size) if members >> rank * size & ((1 << size) - 1))
 
 
-def _pairs(programs: list[list[Step]]) -> Iterator[_MatchedMove]:
-    """Yield every message. The n-th send from rank a to rank b matches rank b's n-th receive from rank a."""
-    receives: defaultdict[tuple[int, int], list[tuple[int, Move]]] = defaultdict(list)
-    for rank, steps in enumerate(programs):
-        for index, step in enumerate(steps):
-            for move in step.recv:
-                receives[move.peer, rank].append((index, move))
-    queues = {ends: iter(moves) for ends, moves in receives.items()}
-    for rank, steps in enumerate(programs):
-        for index, step in enumerate(steps):
-            for move in step.send:
-                yield _MatchedMove(rank, index, move, move.peer, *next(queues[rank, move.peer]))
-
-
-def _rounds(programs: list[list[Step]], pairs: list[_MatchedMove]) -> list[list[int]]:
-    """Return, for each rank, the number of rounds completed before each of its steps and after its last step."""
-    partners: defaultdict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
-    for pair in pairs:
-        partners[pair.sender, pair.sent_in].add((pair.receiver, pair.received_in))
-        partners[pair.receiver, pair.received_in].add((pair.sender, pair.sent_in))
-    rounds = [[0] for _ in programs]
-    waiting = {rank for rank, steps in enumerate(programs) if steps}
-    while waiting:
-        for rank in sorted(waiting):
-            index = len(rounds[rank]) - 1
-            others = partners[rank, index]
-            if all(index < len(rounds[peer]) for peer, index in others):
-                rounds[rank].append(1 + max(rounds[rank][-1], *(rounds[peer][index] for peer, index in others)))
-            if len(rounds[rank]) > len(programs[rank]):
-                waiting.discard(rank)
-    return rounds
-
-
-def _carried(
-    first: tuple[tuple[int, ...], ...], messages: Mapping[_MatchedMove, Message]
-) -> dict[_MatchedMove, list[int]]:
-    """Return, for each message, the contents (`Change.members`) that its chunks had when the sender's step began."""
+def _changes(first: tuple[tuple[int, ...], ...], deliveries: list[_Delivery]) -> Iterator[Change]:
+    """Yield the change that each arriving message makes to each of its chunks, in time order."""
     contents = [list(row) for row in first]
-    carried = {}
-    before: dict[tuple[int, int], list[int]] = {}
-    for _, group in groupby(messages.items(), key=lambda item: item[1].start_s):
-        moving = list(group)
-        for pair, _ in moving:
-            for step in ((pair.sender, pair.sent_in), (pair.receiver, pair.received_in)):
-                before.setdefault(step, contents[step[0]].copy())
-        for pair, message in moving:
-            carried[pair] = [before[pair.sender, pair.sent_in][chunk] for chunk in pair.send.chunks]
-            _arrive(contents[pair.receiver], pair, message, carried[pair])
-    return carried
-
-
-def _changes(
-    first: tuple[tuple[int, ...], ...],
-    messages: Mapping[_MatchedMove, Message],
-    carried: Mapping[_MatchedMove, list[int]],
-) -> Iterator[Change]:
-    """Yield the change that each arriving message makes, in time order."""
-    contents = [list(row) for row in first]
-    for pair, message in sorted(messages.items(), key=lambda item: item[1].end_s):
-        _arrive(contents[pair.receiver], pair, message, carried[pair])
-        for chunk in pair.recv.chunks:
-            yield Change(message.end_s, pair.receiver, chunk, contents[pair.receiver][chunk])
-
-
-def _arrive(row: list[int], pair: _MatchedMove, message: Message, carried: list[int]) -> None:
-    for chunk, members in zip(pair.recv.chunks, carried, strict=True):
-        row[chunk] = members | (row[chunk] if message.reduce else 0)
+    for message, chunks, members in sorted(deliveries, key=lambda delivery: delivery.message.end_s):
+        row = contents[message.receiver]
+        for chunk, arrived in zip(chunks, members, strict=True):
+            row[chunk] = arrived | (row[chunk] if message.reduce else 0)
+            yield Change(message.end_s, message.receiver, chunk, row[chunk])

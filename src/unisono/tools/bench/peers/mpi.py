@@ -73,27 +73,24 @@ class MpiPeer(Peer):
     def bind(self, workload: Workload, slot: Slot) -> Callable[[], object]:
         mpi = self._mpi
         world = self._world
-        collective = workload.collective
-        if collective == "barrier":
-            return partial(world.Barrier)
         kind = getattr(mpi, _TYPES[workload.dtype])
+        op = getattr(mpi, _OPS.get(workload.op, "OP_NULL"))
         source = self._described(slot.source, kind)
         target = self._described(slot.target, kind)
-        root = world.rank == 0
-        if collective == "broadcast":
-            return partial(world.Bcast, target, 0)
-        if workload.what.reduces:
-            op = getattr(mpi, _OPS[workload.op])
-            if collective == "all_reduce":
-                return partial(world.Allreduce, mpi.IN_PLACE, target, op)
-            if collective == "reduce":
-                return partial(world.Reduce, mpi.IN_PLACE if root else source, target if root else None, op, 0)
-            return partial(world.Reduce_scatter_block, source, target, op)
-        if collective == "gather":
-            return partial(world.Gather, source, target if root else None, 0)
-        if collective == "scatter":
-            return partial(world.Scatter, source if root else None, target, 0)
-        return partial({"all_gather": world.Allgather, "all_to_all": world.Alltoall}[collective], source, target)
+        at_root = world.rank == 0
+        collected = target if at_root else None
+        calls: dict[str, Callable[[], object]] = {
+            "all_reduce": partial(world.Allreduce, mpi.IN_PLACE, target, op),
+            "reduce": partial(world.Reduce, mpi.IN_PLACE if at_root else source, collected, op, 0),
+            "broadcast": partial(world.Bcast, target, 0),
+            "all_gather": partial(world.Allgather, source, target),
+            "reduce_scatter": partial(world.Reduce_scatter_block, source, target, op),
+            "all_to_all": partial(world.Alltoall, source, target),
+            "gather": partial(world.Gather, source, collected, 0),
+            "scatter": partial(world.Scatter, source if at_root else None, target, 0),
+            "barrier": world.Barrier,
+        }
+        return calls[workload.collective]
 
     def _described(self, tensor: torch.Tensor, kind: MPI.Datatype) -> Any:
         return [self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), kind]

@@ -8,6 +8,7 @@ around.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -190,6 +191,7 @@ def _run(start: object, stop: object) -> _ChunkRun:
     return _ChunkRun(start.shift, start.scale, start.offset, stop.offset)
 
 
+@dataclass(slots=True, eq=False)
 class Rotation:
     """Symbolic rank r of a group, or a number computed from r: ((r + shift) mod size) * scale + offset.
 
@@ -210,17 +212,11 @@ class Rotation:
         TypeError: unsupported operand type(s) for ^: 'Rotation' and 'int'
     """
 
-    __slots__ = ("offset", "scale", "shift", "size")
     __hash__: ClassVar[None] = None  # type: ignore[assignment]
-
-    def __init__(self, size: int, shift: int = 0, scale: int = 1, offset: int = 0) -> None:
-        self.size: int = size
-        self.shift: int = shift
-        self.scale: int = scale
-        self.offset: int = offset
-
-    def __repr__(self) -> str:
-        return f"Rotation(size={self.size}, shift={self.shift}, scale={self.scale}, offset={self.offset})"
+    size: int
+    shift: int = 0
+    scale: int = 1
+    offset: int = 0
 
     def __add__(self, other: int) -> Rotation:
         if not isinstance(other, int):

@@ -193,21 +193,13 @@ def exponentials(seed: int, size: int, number: int) -> Any:
     """
     import numpy as np
 
-    words = _mixed_array(_mixed_array(np.arange(size, dtype=np.uint64) ^ np.uint64(_mixed(seed))) ^ np.uint64(number))
+    words = _mixed(_mixed(np.arange(size, dtype=np.uint64) ^ np.uint64(_mixed(seed))) ^ np.uint64(number))
     return -np.log1p(-(words >> np.uint64(11)).astype(np.float64) * 2.0**-53)
 
 
-def _mixed(word: int) -> int:
+def _mixed(word: Any) -> Any:
+    """Return the hash of an integer, or of each element of an array of dtype uint64."""
     word = (word + _STEP) & _MASK
     word = ((word ^ (word >> 30)) * _FIRST) & _MASK
     word = ((word ^ (word >> 27)) * _SECOND) & _MASK
     return word ^ (word >> 31)
-
-
-def _mixed_array(words: Any) -> Any:
-    import numpy as np
-
-    words = words + np.uint64(_STEP)
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(_FIRST)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(_SECOND)
-    return words ^ (words >> np.uint64(31))

@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -175,8 +175,8 @@ def _verdict(error: float) -> str:
     return "" if error <= _TOLERANCE else f": FAILED, at most {_TOLERANCE:.0e} is allowed"
 
 
-def _ranks(count: int) -> str:
-    return f"{count} rank" if count == 1 else f"{count} ranks"
+def _ranks(number: int) -> str:
+    return f"{number} rank" if number == 1 else f"{number} ranks"
 
 
 def _next(settings: DemoSettings) -> str:
@@ -200,7 +200,7 @@ def several_ranks(comm: un.Communicator, pictures: Pictures, steps: int, seed: i
     batches = Batches(pictures, comm.size, seed)
     model = build(pictures, seed + comm.rank, torch.float64).to(comm.device)
     un.broadcast_parameters(model, comm)
-    epochs = (batches.of(comm.rank, epoch) for epoch in range(_epochs(steps, batches)))
+    epochs = (batches.of(comm.rank, epoch) for epoch in count())
     for _ in islice(sgd_step(model, pictures, epochs, lambda: un.average_gradients(model, comm)), steps):
         pass
     return {name: tensor.cpu() for name, tensor in model.state_dict().items()}
@@ -210,8 +210,7 @@ def one_rank(pictures: Pictures, steps: int, seed: int, ranks: int) -> Weights:
     """Train one rank, without communication, on the global batches of `ranks` ranks; return its weights."""
     batches = Batches(pictures, ranks, seed)
     model = build(pictures, seed, torch.float64)
-    epochs = (batches.whole(epoch) for epoch in range(_epochs(steps, batches)))
-    for _ in islice(sgd_step(model, pictures, epochs, lambda: None), steps):
+    for _ in islice(sgd_step(model, pictures, map(batches.whole, count()), lambda: None), steps):
         pass
     return dict(model.state_dict())
 
@@ -237,7 +236,3 @@ def ring_error(comm: un.Communicator, seed: int) -> float:
         mine = numbers.to(comm.device) if rank == comm.rank else mine
     comm.all_reduce(mine, algorithm="ring")
     return float((mine.cpu() - total).abs().max())
-
-
-def _epochs(steps: int, batches: Batches) -> int:
-    return -(-steps // batches.steps)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ContextDecorator, contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -69,23 +69,19 @@ class Batches:
 
     def of(self, rank: int, epoch: int) -> list[StepShare]:
         """Return a rank's share of each step in an epoch. The shares contain each of the rank's images once."""
-        counts = [sum(sizes) for sizes in zip(*map(self._sizes, self._parts), strict=True)]
-        divisors = [count / len(self._parts) for count in counts]
-        return [StepShare(*both) for both in zip(self._cut(rank, epoch), divisors, strict=True)]
+        return [StepShare(parts[rank], sum(map(len, parts)) / len(parts)) for parts in self._steps(epoch)]
 
     def whole(self, epoch: int) -> list[StepShare]:
         """Return shares for a single rank that uses the same images in each step as all ranks together."""
-        cuts = [self._cut(rank, epoch) for rank in range(len(self._parts))]
-        batches = [torch.cat(parts) for parts in zip(*cuts, strict=True)]
-        return [StepShare(batch, len(batch)) for batch in batches]
+        return [StepShare(torch.cat(parts), sum(map(len, parts))) for parts in self._steps(epoch)]
 
-    def _cut(self, rank: int, epoch: int) -> tuple[torch.Tensor, ...]:
-        part = self._parts[rank]
-        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
-        return part[torch.randperm(len(part), generator=generator)].tensor_split(self.steps)
-
-    def _sizes(self, part: torch.Tensor) -> list[int]:
-        return [len(piece) for piece in part.tensor_split(self.steps)]
+    def _steps(self, epoch: int) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Return the indices of each rank's images in each step."""
+        cuts = []
+        for part in self._parts:
+            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
+            cuts.append(part[torch.randperm(len(part), generator=generator)].tensor_split(self.steps))
+        return zip(*cuts, strict=True)
 
 
 def build(pictures: Pictures, seed: int, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -156,7 +152,7 @@ def train(comm: un.Communicator, pictures: Pictures, epochs: int, seed: int, sho
             model,
             pictures,
             (batches.of(comm.rank, epoch) for epoch in range(epochs)),
-            clock.around(lambda: un.average_gradients(model, comm)),
+            clock(lambda: un.average_gradients(model, comm)),
         )
         for loss in steps:
             tell(loss)
@@ -186,8 +182,8 @@ def sgd_step(
             yield loss.detach()
 
 
-class _Clock:
-    """Context manager that adds up the time spent inside it, including pending GPU work."""
+class _Clock(ContextDecorator):
+    """Context manager and decorator that adds up the time spent inside it, including pending GPU work."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -205,13 +201,6 @@ class _Clock:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
-
-    def around(self, action: Callable[[], None]) -> Callable[[], None]:
-        def timed() -> None:
-            with self:
-                action()
-
-        return timed
 
 
 Tell = Callable[[torch.Tensor], None]

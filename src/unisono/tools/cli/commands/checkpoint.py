@@ -17,14 +17,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import unisono as un
 from unisono.core.work import format_bytes
 from unisono.errors import CommError
 from unisono.tools.cli import UsageError
-
-if TYPE_CHECKING:
-    from unisono.checkpoint import Manifest
 
 __all__ = ["add_arguments", "run"]
 
@@ -56,19 +54,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Run the action. Return 1 if checkpoints differ or a checkpoint is damaged."""
-    from unisono import checkpoint
-
     try:
         return _ACTIONS[given.action](given)
-    except checkpoint.NoCheckpointError as error:
-        within = checkpoint.latest(error.path) if error.path else None
+    except un.checkpoint.NoCheckpointError as error:
+        within = un.checkpoint.latest(error.path) if error.path else None
         raise UsageError(f"{error}; pass one in it, such as {within}" if within else str(error)) from error
 
 
 def _show(given: argparse.Namespace) -> int:
-    from unisono import checkpoint
-
-    with checkpoint.open_archive(given.path) as archive:
+    with un.checkpoint.open_archive(given.path) as archive:
         manifest = archive.manifest
         if given.json:
             print(json.dumps(_described(manifest), indent=2))
@@ -85,7 +79,7 @@ def _show(given: argparse.Namespace) -> int:
     return 0
 
 
-def _described(manifest: Manifest) -> dict[str, Any]:
+def _described(manifest: un.checkpoint.Manifest) -> dict[str, Any]:
     """Return what `show --json` prints, as JSON-serializable values."""
     tensors = {
         name: {"dtype": str(one.dtype).removeprefix("torch."), "shape": list(one.shape), "nbytes": one.nbytes}
@@ -97,10 +91,8 @@ def _described(manifest: Manifest) -> dict[str, Any]:
 
 
 def _verify(given: argparse.Namespace) -> int:
-    from unisono import checkpoint
-
     with _bar("verifying") as progress:
-        manifest = checkpoint.verify(given.path, progress=progress)
+        manifest = un.checkpoint.verify(given.path, progress=progress)
     if given.json:
         print(json.dumps({"tensors": len(manifest.tensors), "nbytes": manifest.nbytes}))
         return 0
@@ -109,17 +101,15 @@ def _verify(given: argparse.Namespace) -> int:
 
 
 def _diff(given: argparse.Namespace) -> int:
-    from unisono import checkpoint
     from unisono.checkpoint.conversion import differences
 
-    with checkpoint.open_archive(given.path) as first, checkpoint.open_archive(given.other) as second:
+    with un.checkpoint.open_archive(given.path) as first, un.checkpoint.open_archive(given.other) as second:
         found = differences(first, second)
     print(json.dumps(found, indent=2) if given.json else "\n".join(found) or "they hold the same")
     return 1 if found else 0
 
 
 def _convert(given: argparse.Namespace) -> int:
-    from unisono.checkpoint import FormatError, convert
     from unisono.checkpoint.formats import FORMATS
 
     if given.target.exists():
@@ -127,14 +117,14 @@ def _convert(given: argparse.Namespace) -> int:
     if given.to is not None and given.to not in FORMATS:
         raise UsageError(f"unknown format {given.to!r}; known: {', '.join(FORMATS.names())}")
     try:
-        convert(given.path, given.target, to=given.to, trusted=given.trusted)
+        un.checkpoint.convert(given.path, given.target, to=given.to, trusted=given.trusted)
     except CommError:
         raise
     # Catch all errors: for damaged files, readers of other formats raise many kinds, some with several paragraphs of
     # text.
     except Exception as error:
         reason = str(error).partition("\n")[0].partition(". ")[0]
-        raise FormatError(f"{given.path} cannot be converted: {type(error).__name__}: {reason}") from error
+        raise un.checkpoint.FormatError(f"{given.path} cannot be converted: {type(error).__name__}: {reason}") from error
     print(json.dumps({"written": str(given.target)}) if given.json else f"written: {given.target}")
     return 0
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -132,17 +131,16 @@ def _ranks(directory: Path) -> list[_RankLog]:
                 found.append(_RankLog(rank, pid, process_state(path), events))
     if not found:
         raise UsageError(f"{directory} holds no events; run the job with UNISONO_EVENTS={directory}")
-    return sorted(map(_later(found), found), key=lambda rank: (rank.rank, rank.last.time_s))
+    return sorted(_marked(found), key=lambda rank: (rank.rank, rank.last.time_s))
 
 
-def _later(ranks: list[_RankLog]) -> Callable[[_RankLog], _RankLog]:
-    """Return a function that marks ranks whose process the launcher ended because another rank had already failed."""
-    failed = any(rank.state == "failed" for rank in ranks)
+def _marked(ranks: list[_RankLog]) -> list[_RankLog]:
+    """Mark ranks whose process the launcher ended because another rank had already failed."""
+    if not any(rank.state == "failed" for rank in ranks):
+        return ranks
     errors = " ".join(rank.error.text for rank in ranks if rank.error is not None)
     missed = {int(number) for number in re.findall(r"rank (\d+) was (?:lost|ended)", errors)}
-
-    def marked(rank: _RankLog) -> _RankLog:
-        later = failed and rank.state == "killed" and rank.rank not in missed
-        return replace(rank, process="later") if later else rank
-
-    return marked
+    return [
+        replace(rank, process="later") if rank.state == "killed" and rank.rank not in missed else rank
+        for rank in ranks
+    ]

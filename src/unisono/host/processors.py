@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -186,20 +187,24 @@ def parse_cpus(text: str) -> set[int]:
     return {cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1)}
 
 
-def shown(cpus: tuple[int, ...]) -> str:
-    """Format a list of processors in Linux's notation.
+def shown(numbers: Iterable[int], dash: str = "-", comma: str = ",") -> str:
+    """Format a list of numbers as ranges; by default, in Linux's notation for processors.
+
+    Args:
+        numbers: The numbers, in any order.
+        dash, comma: What stands inside and between ranges.
 
     Example:
         >>> shown((0, 1, 2, 8))
         '0-2,8'
     """
     parts: list[list[int]] = []
-    for cpu in sorted(cpus):
-        if parts and parts[-1][1] == cpu - 1:
-            parts[-1][1] = cpu
+    for number in sorted(numbers):
+        if parts and parts[-1][1] == number - 1:
+            parts[-1][1] = number
         else:
-            parts.append([cpu, cpu])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in parts)
+            parts.append([number, number])
+    return comma.join(str(first) if first == last else f"{first}{dash}{last}" for first, last in parts)
 
 
 def _number(folder: Path) -> int:

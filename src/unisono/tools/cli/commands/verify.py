@@ -16,13 +16,15 @@ import argparse
 import json
 import re
 from collections.abc import Iterator
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from runpy import run_path
+from types import SimpleNamespace
 from typing import Any, cast
 
 from unisono.collectives.algorithms import ALGORITHMS, COLLECTIVES, Algorithm, AlgorithmFile, find
 from unisono.collectives.verify.prover import AlgorithmError, verify
 from unisono.core.collective import family_of
+from unisono.host.processors import shown
 from unisono.tools.cli import UsageError, numbers, refusing
 
 __all__ = ["add_arguments", "run"]
@@ -85,17 +87,13 @@ def _chosen(given: argparse.Namespace) -> Iterator[Algorithm]:
 
 
 def _file(path: Path) -> AlgorithmFile:
-    """Import a file that the user named, and check that it defines an algorithm."""
+    """Run a file that the user named, and check that it defines an algorithm."""
     if not path.is_file():
         raise UsageError(f"there is no file {str(path)!r}")
-    spec = spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    if lacking := [function for function in ("steps", "cost") if not hasattr(module, function)]:
+    file = SimpleNamespace(**run_path(str(path)))
+    if lacking := [function for function in ("steps", "cost") if not hasattr(file, function)]:
         raise UsageError(f"{str(path)!r} has no function {' and no '.join(lacking)}")
-    return cast(AlgorithmFile, module)
+    return cast(AlgorithmFile, file)
 
 
 def _prove(algorithm: Algorithm, sizes: list[int]) -> dict[str, Any]:
@@ -134,7 +132,7 @@ def _line(found: dict[str, Any]) -> str:
     cost = proved[max(proved)]["cost"]
     largest = max(proved)
     words = [
-        f"proved for {_ranges(proved)} ranks",
+        f"proved for {shown(proved, '..', ', ')} ranks",
         f"at {largest}: rounds {cost['rounds']}, messages {cost['messages']}, chunks sent {cost['sent']}",
     ]
     if family_of(found["collective"]).reduces and all(proof["balanced"] for proof in proved.values()):
@@ -142,15 +140,5 @@ def _line(found: dict[str, Any]) -> str:
     elif not all(proof["same_bits"] for proof in proved.values()):
         words.append("exact dtypes only")
     if refused:
-        words.append(f"refuses {_ranges(refused)}")
+        words.append(f"refuses {shown(refused, '..', ', ')}")
     return f"{name}: {'; '.join(words)}"
-
-
-def _ranges(sizes: dict[int, Any]) -> str:
-    runs: list[list[int]] = []
-    for size in sorted(sizes):
-        if runs and size == runs[-1][1] + 1:
-            runs[-1][1] = size
-        else:
-            runs.append([size, size])
-    return ", ".join(str(first) if first == last else f"{first}..{last}" for first, last in runs)

@@ -117,7 +117,7 @@ def means_here(host: str) -> bool:
         >>> means_here("127.0.0.1"), means_here("192.0.2.1")
         (True, False)
     """
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, UnicodeError):
         for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
                 probe.bind(address)

@@ -10,7 +10,7 @@ from unisono.control.sockets import listen
 from unisono.errors import CommError
 from unisono.host.network import address_of
 
-__all__ = ["ANYWHERE", "addresses", "free_port", "is_own", "own_addresses", "port_owner"]
+__all__ = ["ANYWHERE", "addresses", "free_port", "own_addresses", "port_owner"]
 
 ANYWHERE = "0.0.0.0"
 """Wildcard address: listen at every address of this host."""
@@ -26,13 +26,6 @@ def addresses(name: str) -> list[str]:
         )
     except (OSError, UnicodeError):
         return []
-
-
-def is_own(address: str) -> bool:
-    """Return whether an address belongs to this host, that is, whether a socket can listen on it."""
-    with contextlib.suppress(CommError), listen(address, 0):
-        return True
-    return False
 
 
 def own_addresses() -> list[str]:

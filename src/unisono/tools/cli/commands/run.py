@@ -22,12 +22,11 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from unisono.host.network import is_loopback
+from unisono.host.network import is_loopback, means_here
 from unisono.launcher.remote_host import Shell
 from unisono.launcher.script import run_script
 from unisono.launcher.script_job import ScriptJob
 from unisono.tools.cli import UsageError
-from unisono.tools.doctor.network import addresses, is_own
 
 __all__ = ["add_arguments", "run"]
 
@@ -121,7 +120,7 @@ def run(given: argparse.Namespace) -> int:
         shells = {
             index: Shell(name, [*words, name], given.python)
             for index, (name, _) in enumerate(hosts)
-            if not _is_here(_address(name))
+            if not means_here(_address(name))
         }
         secret = os.environ.get("UNISONO_SECRET") or secrets.token_hex(32)
         jobs = [replace(job, secret=secret) for job in jobs]
@@ -209,18 +208,13 @@ def _address(host: str) -> str:
     return host.rpartition("@")[2]
 
 
-def _is_here(host: str) -> bool:
-    """Return whether a name or address belongs to this host."""
-    return any(map(is_own, addresses(host)))
-
-
 def _index(hosts: list[tuple[str, int]], given: str) -> int:
     """Return the index of this host in `hosts`."""
     if given != "own":
         if not given.isdecimal() or int(given) >= len(hosts):
             raise UsageError(f"--host {given} is not in 0 to {len(hosts) - 1}, the indices of --hosts")
         return int(given)
-    own = [index for index, (name, _) in enumerate(hosts) if _is_here(_address(name))]
+    own = [index for index, (name, _) in enumerate(hosts) if means_here(_address(name))]
     if len(own) != 1:
         raise UsageError(f"{len(own)} of --hosts are addresses of this host; pass --host I, the index of this host")
     return own[0]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from unisono.host.network import is_loopback
+from unisono.host.network import is_loopback, means_here
 from unisono.tools.doctor.examination import Finding, Target, problem
-from unisono.tools.doctor.network import addresses, is_own, own_addresses
+from unisono.tools.doctor.network import addresses, own_addresses
 from unisono.tools.doctor.smoke_test_runner import tried
 
 __all__ = ["ORDER", "check"]
@@ -24,7 +24,7 @@ def check(target: Target) -> Iterator[Finding]:
     if unknown:
         yield problem(f"{unknown[0]} has no address here", f"getent hosts {unknown[0]}   # or pass its address")
         return
-    rank = _own_number(target, found)
+    rank = _own_number(target)
     if isinstance(rank, Finding):
         yield rank
         return
@@ -46,10 +46,10 @@ def check(target: Target) -> Iterator[Finding]:
         yield replace(finding, text=f"this is host {rank} of {len(target.hosts)}; {finding.text}")
 
 
-def _own_number(target: Target, found: dict[str, list[str]]) -> int | Finding:
+def _own_number(target: Target) -> int | Finding:
     if target.rank is not None:
         return target.rank
-    own = [rank for rank, host in enumerate(target.hosts) if any(map(is_own, found[host]))]
+    own = [rank for rank, host in enumerate(target.hosts) if means_here(host)]
     if len(own) == 1:
         return own[0]
     command = f"unisono doctor --hosts {','.join(target.hosts)} --host 0   # and 1, ... on the others"

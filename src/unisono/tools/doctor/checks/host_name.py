@@ -5,10 +5,10 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 
-from unisono.host.network import address_outward, is_loopback
+from unisono.host.network import address_outward, is_loopback, means_here
 from unisono.tools.doctor.checks.launcher import launched
 from unisono.tools.doctor.examination import Finding, Target, ok, optional, problem
-from unisono.tools.doctor.network import addresses, is_own, own_addresses
+from unisono.tools.doctor.network import addresses, own_addresses
 
 __all__ = ["ORDER", "check"]
 
@@ -29,7 +29,7 @@ def check(target: Target) -> Iterator[Finding]:
     elif all(map(is_loopback, found)):
         text = f"the host name {name} resolves to the loopback, {', '.join(found)}: {_WHY}"
         yield optional(text, _entry(name, own), required=bool(target.hosts) or launched().on_several_hosts)
-    elif not any(is_own(address) for address in found):
+    elif not means_here(name):
         yield problem(
             f"the host name {name} resolves to {', '.join(found)}, which is not an address of this host",
             _entry(name, own),

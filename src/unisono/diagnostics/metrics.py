@@ -65,12 +65,10 @@ class Metrics:
         return recording(self._add)
 
     def _add(self, event: TraceEvent) -> None:
-        place = {"collective": self._calls, "wait": self._waits}.get(event.kind)
-        key = event.name.removeprefix("wait for ")
-        if event.kind in ("send", "recv"):
-            place = self._calls
-            key = event.kind
+        places = {"wait": self._waits, "collective": self._calls, "send": self._calls, "recv": self._calls}
+        place = places.get(event.kind)
         if place is not None:
+            key = event.kind if event.kind in ("send", "recv") else event.name.removeprefix("wait for ")
             with self._lock:
                 place[key, event.world_rank].add(event)
 

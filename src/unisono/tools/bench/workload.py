@@ -92,11 +92,6 @@ class Workload:
         return self.numel * self.dtype.itemsize
 
     @property
-    def bus_factor(self) -> float:
-        """See the function `bus_factor`."""
-        return bus_factor(self.collective, self.ranks)
-
-    @property
     def what(self) -> Collective:
         """Description of the collective."""
         return FAMILIES[self.collective]
@@ -228,13 +223,10 @@ def calls_per_sample(nbytes: int) -> int:
 @cache
 def cache_bytes() -> int:
     """Return the size in bytes of this machine's largest cache, or a typical size if the system does not report it."""
-    found = [_parsed(path) for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
-    return max(found, default=0) or _USUAL_CACHE_BYTES
-
-
-def _parsed(path: Path) -> int:
-    text = path.read_text().strip()
-    return int(text[:-1]) * {"K": 1 << 10, "M": 1 << 20}[text[-1]] if text[:-1].isdigit() and text[-1] in "KM" else 0
+    paths = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    # Linux writes each size in KiB, as in "32768K".
+    sizes = [path.read_text().strip().removesuffix("K") for path in paths]
+    return max((int(size) << 10 for size in sizes if size.isdecimal()), default=0) or _USUAL_CACHE_BYTES
 
 
 class SlotPool:

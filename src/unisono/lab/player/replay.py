@@ -62,7 +62,7 @@ class Replay:
         >>> sent = Message(0, 1, ((0, 1),), nbytes=8, start_s=0, end_s=1, reduce=False, step=1)
         >>> replay = Replay("copy", "", ("rank 0", "rank 1"), ("0",), (sent,), ((1,), (0,)),
         ...                 (Change(1, rank=1, chunk=0, members=1),), goal=((1,), (1,)))
-        >>> replay.final() == replay.goal
+        >>> replay.goal[1][0] == replay.changes[-1].members
         True
     """
 
@@ -85,13 +85,6 @@ class Replay:
         for what, number, most, advice in limits:
             if number > most:
                 raise ValueError(f"the player shows at most {most} {what}, not {number}; {advice}")
-
-    def final(self) -> tuple[tuple[int, ...], ...]:
-        """Return the contents after the last change, in the same form as `start`."""
-        contents = [list(row) for row in self.start]
-        for change in self.changes:
-            contents[change.rank][change.chunk] = change.members
-        return tuple(tuple(row) for row in contents)
 
 
 def render(replay: Replay) -> str:

@@ -29,11 +29,6 @@ class MemoryTraffic:
     written: int = 0
     largest_new: int = 0
 
-    @property
-    def moved(self) -> int:
-        """Total number of bytes read and written."""
-        return self.read + self.written
-
 
 @contextmanager
 def counted() -> Iterator[MemoryTraffic]:

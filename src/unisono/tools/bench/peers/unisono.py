@@ -29,7 +29,21 @@ class UnisonoPeer(Peer):
         self._algorithm = algorithm
 
     def bind(self, workload: Workload, slot: Slot) -> Callable[[], object]:
-        call = _BIND[workload.collective](self._comm, workload, slot)
+        comm = self._comm
+        op = workload.op.value
+        at_root = comm.rank == 0
+        calls: dict[str, Callable[..., object]] = {
+            "all_reduce": partial(comm.all_reduce, slot.target, op),
+            "reduce": partial(comm.reduce, slot.target, 0, op),
+            "broadcast": partial(comm.broadcast, slot.target, 0),
+            "all_gather": partial(comm.all_gather_single, slot.target, slot.source),
+            "reduce_scatter": partial(comm.reduce_scatter_single, slot.target, slot.source, op),
+            "all_to_all": partial(comm.all_to_all_single, slot.target, slot.source),
+            "gather": partial(comm.gather, slot.source, slot.target.split(workload.count) if at_root else None, 0),
+            "scatter": partial(comm.scatter, slot.target, slot.source.split(workload.count) if at_root else None, 0),
+            "barrier": comm.barrier,
+        }
+        call = calls[workload.collective]
         return call if self._algorithm is None else partial(call, algorithm=self._algorithm)
 
     def chosen(self, call: Callable[[], object]) -> str:
@@ -38,27 +52,5 @@ class UnisonoPeer(Peer):
             call()
         return next(str(event.detail["algorithm"]) for event in events if event.kind == "collective")
 
-
-def _gather(comm: Communicator, workload: Workload, slot: Slot) -> Callable[..., object]:
-    parts = slot.target.split(workload.count) if comm.rank == 0 else None
-    return partial(comm.gather, slot.source, parts, 0)
-
-
-def _scatter(comm: Communicator, workload: Workload, slot: Slot) -> Callable[..., object]:
-    parts = slot.source.split(workload.count) if comm.rank == 0 else None
-    return partial(comm.scatter, slot.target, parts, 0)
-
-
-_BIND: dict[str, Callable[[Communicator, Workload, Slot], Callable[..., object]]] = {
-    "all_reduce": lambda c, w, s: partial(c.all_reduce, s.target, w.op.value),
-    "reduce": lambda c, w, s: partial(c.reduce, s.target, 0, w.op.value),
-    "broadcast": lambda c, w, s: partial(c.broadcast, s.target, 0),
-    "all_gather": lambda c, w, s: partial(c.all_gather_single, s.target, s.source),
-    "reduce_scatter": lambda c, w, s: partial(c.reduce_scatter_single, s.target, s.source, w.op.value),
-    "all_to_all": lambda c, w, s: partial(c.all_to_all_single, s.target, s.source),
-    "gather": _gather,
-    "scatter": _scatter,
-    "barrier": lambda c, w, s: c.barrier,
-}
 
 PEER = UnisonoPeer

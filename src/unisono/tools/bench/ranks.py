@@ -14,15 +14,14 @@ import torch
 
 import unisono as un
 from unisono.communicator import Communicator
-from unisono.core.transport import Options
-from unisono.launcher.job import Job, conclude
+from unisono.launcher.api import job_of
+from unisono.launcher.job import conclude
 from unisono.tools.bench.peers import PEERS, Peer
 from unisono.tools.bench.peers.unisono import UnisonoPeer
 from unisono.tools.bench.result import Against, Result, heading, line
 from unisono.tools.bench.settings import Settings
 from unisono.tools.bench.timings import Timings, clock, interleave
 from unisono.tools.bench.workload import Slot, SlotPool, Workload
-from unisono.transports.hierarchical import transport_named
 
 __all__ = ["measure", "on_ranks", "one_thread", "run"]
 
@@ -47,7 +46,7 @@ def run(settings: Settings, *, shown: bool = False) -> list[Result]:
     if shown:
         print(heading(settings), flush=True)
     found = on_ranks(
-        _rank, settings.ranks, settings.chosen_backend, (settings, shown), under_mpirun=settings.started_by_mpi
+        measure, settings.ranks, settings.chosen_backend, (settings, shown), under_mpirun=settings.started_by_mpi
     )
     results: list[Result] = found[0]
     return results
@@ -80,18 +79,9 @@ def on_ranks(
             return un.launch(program, ranks, backend, given, threads=1, timeout=timeout)
         from unisono.launcher.mpirun import MpirunRanks
 
-        options = Options(backend, timeout_s=timeout)
-        job = Job(program, given, {}, transport_named(backend), options, "auto", None)
+        job = job_of(program, ranks, backend, given, timeout=timeout)
         with MpirunRanks(job, ranks, "end", 1) as started:
             return conclude(started.run(), ranks, "end")
-
-
-def _rank(comm: Communicator, settings: Settings, shown: bool, folder: Path) -> list[Result]:
-    def report(result: Result) -> None:
-        if shown and comm.rank == 0:
-            print(line(result), flush=True)
-
-    return measure(comm, settings, folder, report)
 
 
 @contextmanager
@@ -109,14 +99,14 @@ _OWN = ""
 """Name of unisono among the candidates. No peer has this name."""
 
 
-def measure(comm: Communicator, settings: Settings, folder: Path, report: Callable[[Result], None]) -> list[Result]:
+def measure(comm: Communicator, settings: Settings, shown: bool, folder: Path) -> list[Result]:
     """Return a result for each size, the same on every rank. Collective over `comm`.
 
     Args:
         comm: Communicator of `settings.ranks` ranks.
         settings: What to measure.
+        shown: Whether rank 0 prints each result as soon as it is available.
         folder: An empty folder that all ranks can access.
-        report: Called with each result as soon as it is available.
     """
     with ExitStack() as stack:
         candidates: dict[str, Peer] = {_OWN: UnisonoPeer(comm, folder, settings.algorithm)}
@@ -126,7 +116,8 @@ def measure(comm: Communicator, settings: Settings, folder: Path, report: Callab
         results = []
         for workload in settings.workloads:
             results.append(_Measurement(comm, settings, workload, candidates).measure())
-            report(results[-1])
+            if shown and comm.rank == 0:
+                print(line(results[-1]), flush=True)
         # Wait for all ranks, so that no rank closes a connection that another rank is still using.
         comm.barrier()
         return results
@@ -141,12 +132,8 @@ class _Measurement:
         self._workload = workload
         self._candidates = candidates
 
-        def ordinary(numel: int) -> torch.Tensor:
-            return torch.empty(numel, dtype=workload.dtype)
-
-        def registered(numel: int) -> torch.Tensor:
-            return comm.empty(numel, workload.dtype)
-
+        ordinary = partial(torch.empty, dtype=workload.dtype)
+        registered = partial(comm.empty, dtype=workload.dtype)
         own = SlotPool(workload, registered if settings.registered else ordinary, cold=settings.cold)
         apart = settings.registered and settings.against
         others = SlotPool(workload, ordinary, cold=settings.cold) if apart else own

@@ -132,14 +132,10 @@ def line(result: Result) -> str:
     ]
     widths = [width for _, _, width in _COLUMNS]
     for peer in result.against.values():
-        cells += _peer(peer)
+        ratio = peer.ratio
+        cells += [_figure(peer.time_us), f"{ratio.median:.2f}", f"{ratio.low:.2f}..{ratio.high:.2f}"]
         widths += [width for _, _, width in _PEER_COLUMNS]
     return " " + " ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-
-
-def _peer(peer: Against) -> list[str]:
-    ratio = peer.ratio
-    return [_figure(peer.time_us), f"{ratio.median:.2f}", f"{ratio.low:.2f}..{ratio.high:.2f}"]
 
 
 def _figure(value: float) -> str:

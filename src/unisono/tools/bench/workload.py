@@ -84,7 +84,7 @@ class Workload:
     @property
     def numel(self) -> int:
         """Number of elements of a rank's input or output, whichever is larger."""
-        return self.count * (1 if self.in_place else self.ranks)
+        return self.count * (1 if self.what.in_place else self.ranks)
 
     @property
     def nbytes(self) -> int:
@@ -96,28 +96,21 @@ class Workload:
         """Description of the collective."""
         return FAMILIES[self.collective]
 
-    @property
-    def in_place(self) -> bool:
-        """Return whether the result replaces the input."""
-        return self.what.in_place
-
     # -- memory --------------------------------------------------------------------------------
     @property
     def slot_numel(self) -> int:
         """Number of elements in one slot."""
-        return self._source_numel if self.in_place else self._source_numel + self._target_numel
+        if self.what.in_place:
+            return self.count
+        return self._source_numel + self.count * (self.ranks if self.what.gathers else 1)
 
     @property
     def _source_numel(self) -> int:
         return self.count * (self.ranks if self.what.scatters else 1)
 
-    @property
-    def _target_numel(self) -> int:
-        return self.count * (self.ranks if self.what.gathers else 1)
-
     def slot(self, memory: torch.Tensor) -> Slot:
         """Return a slot made from `slot_numel` elements of memory."""
-        if self.in_place:
+        if self.what.in_place:
             return Slot(memory, memory)
         return Slot(memory[: self._source_numel], memory[self._source_numel :])
 

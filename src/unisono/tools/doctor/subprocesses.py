@@ -69,9 +69,6 @@ def run(command: Sequence[str], limit_s: float, environment: Mapping[str, str] |
                     out, err = process.communicate(timeout=_GRACE_S)
                     return CompletedRun(None, out, err)
             # A process that still keeps the pipes open has left the session, so it was not killed; don't wait for it.
-            for pipe in (process.stdout, process.stderr):
-                if pipe is not None:
-                    pipe.close()
             return CompletedRun(None, "", "")
         finally:
             _signal_all(process.pid, signal.SIGKILL)

@@ -24,7 +24,7 @@ def check(target: Target) -> Iterator[Finding]:
         return
     library = find_library(target.limit_s)
     if isinstance(library, Library):
-        yield ok(f"{library} by mpi4py {library.mpi4py}" + (f", {library.file}" if library.file else ""))
+        yield ok(f"{library.name} by mpi4py {library.mpi4py}" + (f", {library.file}" if library.file else ""))
         return
     yield optional(
         f"no MPI library: {library}. Without one, init('mpi') and mpirun do not work; everything else does",
@@ -60,9 +60,6 @@ class Library:
     mpi4py: str
     name: str
     file: str | None
-
-    def __str__(self) -> str:
-        return self.name
 
     @property
     def is_open_mpi(self) -> bool:

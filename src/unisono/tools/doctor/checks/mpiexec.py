@@ -50,7 +50,7 @@ def check(target: Target) -> Iterator[Finding]:
     for path in on_path.values():
         reason = _problem(path, library, deadline)
         if reason is None:
-            yield ok(f"{path} starts ranks of {library}{_root(library)}")
+            yield ok(f"{path} starts ranks of {library.name}{_root(library)}")
             continue
         others = {Path(other).parent for other in (beside, *on_path.values()) if other is not None} - {path.parent}
         fitting = [other for other in others if _problem(other / "mpiexec", library, deadline) is None]
@@ -71,9 +71,9 @@ def _problem(path: Path, library: Library, deadline: float) -> str | None:
     if worlds and set(worlds) == {"1"}:
         return (
             f"started {len(worlds)} processes, each an MPI world of size 1: it belongs to another MPI than mpi4py's "
-            f"library, {library}"
+            f"library, {library.name}"
         )
-    return f"cannot start two ranks of {library}: {ended.why}"
+    return f"cannot start two ranks of {library.name}: {ended.why}"
 
 
 def _install(library: Library | str) -> str:

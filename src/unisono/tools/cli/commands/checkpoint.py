@@ -16,6 +16,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -85,9 +86,13 @@ def _described(manifest: un.checkpoint.Manifest) -> dict[str, Any]:
         name: {"dtype": str(one.dtype).removeprefix("torch."), "shape": list(one.shape), "nbytes": one.nbytes}
         for name, one in manifest.tensors.items()
     }
-    files = len(manifest.files)
-    ranks = manifest.ranks
-    return {"tensors": tensors, "nbytes": manifest.nbytes, "files": files, "ranks": ranks, "extra": manifest.extra}
+    return {
+        "tensors": tensors,
+        "nbytes": manifest.nbytes,
+        "files": len(manifest.files),
+        "ranks": manifest.ranks,
+        "extra": manifest.extra,
+    }
 
 
 def _verify(given: argparse.Namespace) -> int:
@@ -124,7 +129,9 @@ def _convert(given: argparse.Namespace) -> int:
     # text.
     except Exception as error:
         reason = str(error).partition("\n")[0].partition(". ")[0]
-        raise un.checkpoint.FormatError(f"{given.path} cannot be converted: {type(error).__name__}: {reason}") from error
+        raise un.checkpoint.FormatError(
+            f"{given.path} cannot be converted: {type(error).__name__}: {reason}"
+        ) from error
     print(json.dumps({"written": str(given.target)}) if given.json else f"written: {given.target}")
     return 0
 
@@ -140,14 +147,11 @@ _ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
 @contextlib.contextmanager
 def _bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
     """Yield a callback that updates a progress bar, or None if there is no terminal or rich is not installed."""
-    if not sys.stdout.isatty():
+    if not sys.stdout.isatty() or find_spec("rich") is None:
         yield None
         return
-    try:
-        from rich.progress import Progress
-    except ImportError:
-        yield None
-        return
+    from rich.progress import Progress
+
     with Progress() as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

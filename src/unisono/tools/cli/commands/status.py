@@ -89,15 +89,12 @@ def _lines(job: _RunningJob, at_length: bool, stacks: bool) -> list[str]:
         process = "" if report is None else f" (process {report['pid']})"
         about = lines_of(f"rank {rank} of {group}{process}", report)
         lines += about if at_length else about[:1]
-        if report is not None:
-            lines += _more(report, at_length, stacks)
+        if report is not None and at_length:
+            called = [entry for entry in report.get("groups", ()) if entry["last"]]
+            lines += [f"    its last calls in {entry['group']}: {', then '.join(entry['last'])}" for entry in called]
+        if report is not None and stacks:
+            lines += [f"      {line}" for line in report["stack"]]
     return lines
-
-
-def _more(report: dict[str, Any], at_length: bool, stacks: bool) -> list[str]:
-    called = [entry for entry in report.get("groups", ()) if entry["last"] and at_length]
-    lines = [f"    its last calls in {entry['group']}: {', then '.join(entry['last'])}" for entry in called]
-    return lines + ([f"      {line}" for line in report["stack"]] if stacks else [])
 
 
 def _command(pid: int) -> str:

@@ -46,11 +46,10 @@ def run(given: argparse.Namespace) -> int:
         return 0
     found = json.loads(table)
     inside = found["inside"]
-    gamma = found["gamma"]
-    overhead = found["overhead"]
     print(
         f"{backend}, {given.ranks} ranks, table {found['hash']}: alpha {inside['alpha'] * 1e6:.1f} us, beta "
-        f"{inside['beta'] * 1e9:.3f} ns/B, gamma {gamma * 1e9:.3f} ns/B, overhead {overhead * 1e6:.1f} us a message"
+        f"{inside['beta'] * 1e9:.3f} ns/B, gamma {found['gamma'] * 1e9:.3f} ns/B, overhead "
+        f"{found['overhead'] * 1e6:.1f} us a message"
     )
     print(f"\n{'all_reduce of':>14}  {'algorithm':<30} {'predicted':>12}")
     for nbytes, algorithm, seconds in plans:

@@ -243,10 +243,18 @@ class EventQueue:
             state.next_recv = start + gap * factor
             self._ended(flight.receiver, end + reduction)
         if self._recording:
-            ends = (flight.sender, flight.receiver)
-            runs = flight.move.runs
-            message = Message(*ends, runs, flight.nbytes, flight.start, end, state.step.reduce, flight.step)
-            self.record.append(message)
+            self.record.append(
+                Message(
+                    flight.sender,
+                    flight.receiver,
+                    flight.move.runs,
+                    flight.nbytes,
+                    flight.start,
+                    end,
+                    state.step.reduce,
+                    flight.step,
+                )
+            )
 
     def _ended(self, rank: int, time: float) -> None:
         state = self.ranks[rank]

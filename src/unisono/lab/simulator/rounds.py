@@ -64,7 +64,7 @@ class Rounds:
         self._buffers = np.empty(self.size), np.empty(self.size)
         self._factors = np.array([network.stragglers.get(rank, 1.0) for rank in range(self.size)])
         self._plain = not (network.stragglers or network.jitter or network.levels)
-        self._costs: dict[int, tuple[_Array, _Array, _Array]] = {}
+        self._costs: dict[int, _Array] = {}
 
     def run(self, steps: Iterator[Step]) -> None:
         """Run all ranks to completion.
@@ -131,13 +131,12 @@ class Rounds:
         for into, source in self._slices(send.shift):
             np.maximum(reduced[into], delivered[source], out=begin[into])
 
-    def _paths(self, shift: int) -> tuple[_Array, _Array, _Array]:
-        """Return, for each rank's path to rank + shift: `alpha`, `beta`, and the largest beta of the path's links."""
+    def _paths(self, shift: int) -> _Array:
+        """Return rows with the `alpha`, `beta` and largest beta of the links of each rank's path to rank + shift."""
         if shift not in self._costs:
             paths = [self.network.path(rank, (rank + shift) % self.size) for rank in range(self.size)]
             slowest = [max((beta for _, beta in (*path.out, *path.into)), default=0.0) for path in paths]
-            columns = [path.alpha for path in paths], [path.beta for path in paths], slowest
-            self._costs[shift] = np.array(columns[0]), np.array(columns[1]), np.array(columns[2])
+            self._costs[shift] = np.array([[path.alpha for path in paths], [path.beta for path in paths], slowest])
         return self._costs[shift]
 
     def _slices(self, shift: int) -> list[tuple[slice, slice]]:

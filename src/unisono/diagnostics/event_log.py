@@ -17,7 +17,7 @@ from pathlib import Path
 
 from unisono.host.processes import process_space, process_stat, started
 
-__all__ = ["EventLog", "LoggedEvent", "process_state", "read_events", "record_of"]
+__all__ = ["EventLog", "LoggedEvent", "read_events", "record_of"]
 
 _VARIABLE = "UNISONO_EVENTS"
 _MAGIC = b"unisono events 1"
@@ -125,8 +125,11 @@ def _new_in(folder: Path, rank: int) -> EventLog:
             number += 1
 
 
-def read_events(path: Path) -> tuple[int, int, list[LoggedEvent]]:
-    """Return the process, rank and events of a file, oldest event first. Damaged records are skipped.
+def read_events(path: Path) -> tuple[int, int, list[LoggedEvent], str | None]:
+    """Return the process, rank and events of a file, oldest event first, and the process's state.
+
+    The state is "running", "stopped" (by a signal) or "gone"; None if the process ran on another host or in another
+    container, which this process cannot inspect. Damaged records are skipped.
 
     Raises:
         ValueError: `path` is not an event file.
@@ -134,7 +137,7 @@ def read_events(path: Path) -> tuple[int, int, list[LoggedEvent]]:
     data = path.read_bytes() if path.stat().st_size <= _HEAD.size + _MOST_KEPT * _RECORD_BYTES else b""
     if len(data) < _HEAD.size:
         raise ValueError(f"{path} holds no events of unisono")
-    magic, pid, rank, kept, _, _ = _HEAD.unpack_from(data)
+    magic, pid, rank, kept, space, ticks = _HEAD.unpack_from(data)
     if magic != _MAGIC or not 0 < kept <= _MOST_KEPT or len(data) != _HEAD.size + kept * _RECORD_BYTES:
         raise ValueError(f"{path} holds no events of unisono")
     events = []
@@ -147,17 +150,11 @@ def read_events(path: Path) -> tuple[int, int, list[LoggedEvent]]:
                 continue
             in_group = None if call < 0 else call
             events.append(LoggedEvent(number, time_s, _text(kind), _text(group), of, in_group, _text(text)))
-    return pid, rank, sorted(events, key=lambda event: event.number)
+    return pid, rank, sorted(events, key=lambda event: event.number), _process_state(pid, space, ticks)
 
 
-def process_state(path: Path) -> str | None:
-    """Return the state of the process that wrote a file: "running", "stopped" (by a signal) or "gone".
-
-    None if that process ran on another host or in another container, which this process cannot inspect.
-    """
-    with path.open("rb") as file:
-        _, pid, _, _, host, ticks = _HEAD.unpack(file.read(_HEAD.size))
-    if not ticks or host != process_space():
+def _process_state(pid: int, space: bytes, ticks: int) -> str | None:
+    if not ticks or space != process_space():
         return None
     if started(pid) != ticks:
         return "gone"

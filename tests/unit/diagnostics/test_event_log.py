@@ -18,7 +18,7 @@ def test_last_events_are_kept_in_order(tmp_path: Path) -> None:
     record = EventLog(tmp_path / "a.events", rank=3, kept=4)
     for number in range(10):
         record.put("enter", "world", 3, number or None, f"call {number}")
-    pid, rank, events = read_events(tmp_path / "a.events")
+    pid, rank, events, _ = read_events(tmp_path / "a.events")
     assert (pid, rank) == (os.getpid(), 3)
     assert [(e.number, e.call, e.text) for e in events] == [(n + 1, n, f"call {n}") for n in range(6, 10)]
 

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from unisono.diagnostics.event_log import LoggedEvent, process_state, read_events
+from unisono.diagnostics.event_log import LoggedEvent, read_events
 from unisono.tools.cli import UsageError, refusing
 
 __all__ = ["add_arguments", "run"]
@@ -126,9 +126,9 @@ def _ranks(directory: Path) -> list[_RankLog]:
     found = []
     for path in sorted(directory.glob("*.events")):
         with refusing(ValueError, OSError):
-            pid, rank, events = read_events(path)
+            pid, rank, events, state = read_events(path)
             if events:
-                found.append(_RankLog(rank, pid, process_state(path), events))
+                found.append(_RankLog(rank, pid, state, events))
     if not found:
         raise UsageError(f"{directory} holds no events; run the job with UNISONO_EVENTS={directory}")
     return sorted(_marked(found), key=lambda rank: (rank.rank, rank.last.time_s))
@@ -141,6 +141,5 @@ def _marked(ranks: list[_RankLog]) -> list[_RankLog]:
     errors = " ".join(rank.error.text for rank in ranks if rank.error is not None)
     missed = {int(number) for number in re.findall(r"rank (\d+) was (?:lost|ended)", errors)}
     return [
-        replace(rank, process="later") if rank.state == "killed" and rank.rank not in missed else rank
-        for rank in ranks
+        replace(rank, process="later") if rank.state == "killed" and rank.rank not in missed else rank for rank in ranks
     ]

@@ -106,8 +106,8 @@ def _matched(events: Iterable[_Json]) -> dict[str, list[dict[int, float]]]:
 def _arrivals(matched: dict[str, list[dict[int, float]]]) -> list[_Json]:
     rows = []
     for name, each in matched.items():
-        skews = [_skew(arrivals) for arrivals in each]
-        last = Counter(str(_last(arrivals)) for arrivals in each)
+        skews = [(max(arrivals.values()) - min(arrivals.values())) / 1e6 for arrivals in each]
+        last = Counter(str(max(arrivals, key=arrivals.__getitem__)) for arrivals in each)
         rows.append(
             {
                 "name": name,
@@ -118,14 +118,6 @@ def _arrivals(matched: dict[str, list[dict[int, float]]]) -> list[_Json]:
             }
         )
     return rows
-
-
-def _last(arrivals: dict[int, float]) -> int:
-    return max(arrivals, key=arrivals.__getitem__)
-
-
-def _skew(arrivals: dict[int, float]) -> float:
-    return (max(arrivals.values()) - min(arrivals.values())) / 1e6
 
 
 def _union(events: Iterable[_Json]) -> list[tuple[float, float]]:

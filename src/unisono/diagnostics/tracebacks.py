@@ -279,13 +279,13 @@ def show_errors(rank: int | None = None, size: int | None = None, report: int | 
 _FILE = "TORCHELASTIC_ERROR_FILE"
 _ATTEMPTS = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
 _FIRST = "unisono-first-error"
-_POLL_S = 0.02
 
 
 class TorchrunReport:
     """Access to the error file of this process, from which torchrun builds its report.
 
     Attributes:
+        shared: Whether the ranks of this host can see each other's errors.
         prints: Whether torchrun prints the recorded error. True only in torchrun's last attempt, after which it doesn't
             restart the ranks.
     """
@@ -297,14 +297,9 @@ class TorchrunReport:
         # called.
         self._path = Path(path) if path and not Path(path).exists() else None
         # Torchrun creates a folder for each attempt, with a subfolder for each rank.
-        shares = self._path is not None and self._path.name == "error.json" and attempt is not None
-        self._first = self._path.parents[1] / _FIRST if self._path is not None and shares else None
-        self.prints: bool = shares and attempt == last
-
-    @property
-    def shared(self) -> bool:
-        """Return whether the ranks of this host can see each other's errors."""
-        return self._first is not None
+        self.shared: bool = self._path is not None and self._path.name == "error.json" and attempt is not None
+        self._first = self._path.parents[1] / _FIRST if self._path is not None and self.shared else None
+        self.prints: bool = self.shared and attempt == last
 
     def claim(self, error: str) -> str | None:
         """Register this error as the host's first one, and return None. If there already is a first one, return that.
@@ -326,11 +321,11 @@ class TorchrunReport:
 
     def await_first(self, timeout_s: float) -> str | None:
         """Wait for the host's first error, and return it, or None if there is none within `timeout_s`."""
-        deadline = clock.now() + timeout_s
-        while self._first is not None and not self._first.exists() and clock.now() < deadline:
-            time.sleep(_POLL_S)
-        with suppress(AttributeError, OSError):
-            return self._first.read_text()  # type: ignore[union-attr]
+        if self._first is None:
+            return None
+        clock.poll_until(self._first.exists, clock.now() + timeout_s, spins=0)
+        with suppress(OSError):
+            return self._first.read_text()
         return None
 
     def record(self, message: str, text: str, follows: bool) -> None:

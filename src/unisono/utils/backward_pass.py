@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -79,7 +80,7 @@ def _end_passes(trackers: list[BackwardTracker]) -> None:
         tracker.complete()
 
 
-class PassOwner:
+class PassOwner(ABC):
     """Base class for objects that average one model's gradients during backward passes, and own a `BackwardTracker`."""
 
     gathers = False
@@ -89,21 +90,21 @@ class PassOwner:
     is_broken = False
     """Whether the model cannot communicate because an earlier backward pass has failed."""
 
+    @abstractmethod
     def begin(self) -> None:
         """Begin a backward pass, before any gradient is accumulated."""
-        raise NotImplementedError
 
+    @abstractmethod
     def end(self) -> None:
         """End the backward pass after the outermost autograd call has succeeded. Errors propagate to `backward()`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def fail(self) -> None:
         """Undo the backward pass, because the outermost autograd call or `end` has raised an error.
 
         `fail` is also called if an autograd call raised an error before it reached a parameter, and thus before a
         backward pass began.
         """
-        raise NotImplementedError
 
     def renew(self) -> None:
         """Restore communication. Collective. Called for all models of a backward pass if one of these models is broken.

@@ -6,7 +6,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from unisono.tools.bench.peers import PEERS, Peer
 from unisono.tools.bench.peers.unisono import UnisonoPeer
 from unisono.tools.bench.result import Against, Result, heading, line
 from unisono.tools.bench.settings import Settings
-from unisono.tools.bench.timings import Timings, clock, interleave
+from unisono.tools.bench.timings import clock, interleave
 from unisono.tools.bench.workload import Slot, SlotPool, Workload
 
 __all__ = ["measure", "on_ranks", "one_thread", "run"]
@@ -115,7 +115,7 @@ def measure(comm: Communicator, settings: Settings, shown: bool, folder: Path) -
             stack.callback(candidates[name].close)
         results = []
         for workload in settings.workloads:
-            results.append(_Measurement(comm, settings, workload, candidates).measure())
+            results.append(_measured(comm, settings, workload, candidates))
             if shown and comm.rank == 0:
                 print(line(results[-1]), flush=True)
         # Wait for all ranks, so that no rank closes a connection that another rank is still using.
@@ -123,86 +123,67 @@ def measure(comm: Communicator, settings: Settings, shown: bool, folder: Path) -
         return results
 
 
-class _Measurement:
-    """Measurement of all candidates on one workload."""
+def _measured(comm: Communicator, settings: Settings, workload: Workload, candidates: dict[str, Peer]) -> Result:
+    """Measure all candidates on one workload."""
+    rank = comm.rank
+    cold = settings.cold
+    ordinary = partial(torch.empty, dtype=workload.dtype)
+    registered = partial(comm.empty, dtype=workload.dtype)
+    own = SlotPool(workload, registered if settings.registered else ordinary, cold=cold)
+    apart = settings.registered and settings.against
+    others = SlotPool(workload, ordinary, cold=cold) if apart else own
+    for pool in {own, others}:
+        pool.fill(rank)
+    wrong = dict.fromkeys(candidates, 0)
 
-    def __init__(self, comm: Communicator, settings: Settings, workload: Workload, candidates: dict[str, Peer]) -> None:
-        self._comm = comm
-        self._settings = settings
-        self._workload = workload
-        self._candidates = candidates
+    # Cached, because slots don't change during a measurement.
+    @cache
+    def bound(name: str, slot: Slot) -> Callable[[], object]:
+        return candidates[name].bind(workload, slot)
 
-        ordinary = partial(torch.empty, dtype=workload.dtype)
-        registered = partial(comm.empty, dtype=workload.dtype)
-        own = SlotPool(workload, registered if settings.registered else ordinary, cold=settings.cold)
-        apart = settings.registered and settings.against
-        others = SlotPool(workload, ordinary, cold=settings.cold) if apart else own
-        self._pools = {name: own if name == _OWN else others for name in candidates}
-        for pool in {own, others}:
-            pool.fill(comm.rank)
-        self._wrong = dict.fromkeys(candidates, 0)
-        self._calls: dict[tuple[str, int], Callable[[], object]] = {}
-
-    def measure(self) -> Result:
-        settings = self._settings
-        comm = self._comm
-        algorithm = self._chosen()
-        samples = {name: partial(self._sample, name) for name in self._candidates}
-        timings = interleave(samples, comm, seconds=settings.seconds, least=settings.least).slowest(comm)
-        return self._result(algorithm, timings)
-
-    def _chosen(self) -> str:
-        own = self._candidates[_OWN]
-        assert isinstance(own, UnisonoPeer)
-        slot = self._pools[_OWN].next()[0]
-        self._workload.fill(slot, self._comm.rank)
-        algorithm = own.chosen(own.bind(self._workload, slot))
-        self._workload.fill(slot, self._comm.rank)
-        return algorithm
-
-    def _sample(self, name: str) -> float:
+    def sample(name: str) -> float:
         """Time a few calls on fresh data, verify them, and prepare the next sample."""
-        workload = self._workload
-        rank = self._comm.rank
-        cold = self._settings.cold
-        slots = self._pools[name].next()
-        calls = [self._bound(name, slot) for slot in slots]
+        slots = (own if name == _OWN else others).next()
+        calls = [bound(name, slot) for slot in slots]
         if not cold:
             for slot in slots:
                 workload.fill(slot, rank)
-        seconds = clock(calls, self._comm)
+        seconds = clock(calls, comm)
         for slot in slots:
-            if self._candidates[name].verified:
-                self._wrong[name] += workload.wrong(slot, rank)
+            if candidates[name].verified:
+                wrong[name] += workload.wrong(slot, rank)
             if cold:
                 workload.fill(slot, rank)
         return seconds
 
-    def _bound(self, name: str, slot: Slot) -> Callable[[], object]:
-        """Return a candidate's collective, bound to a slot; cached, because slots don't change during a measurement."""
-        call = self._calls.get((name, id(slot)))
-        if call is None:
-            call = self._calls[name, id(slot)] = self._candidates[name].bind(self._workload, slot)
-        return call
+    algorithm = _chosen(candidates[_OWN], workload, own.next()[0], rank)
+    samples = {name: partial(sample, name) for name in candidates}
+    timings = interleave(samples, comm, seconds=settings.seconds, least=settings.least).slowest(comm)
+    counts = torch.tensor(list(wrong.values()))
+    comm.all_reduce(counts)
+    wrong = dict(zip(wrong, counts.tolist(), strict=True))
+    return Result(
+        workload.collective,
+        workload.ranks,
+        workload.nbytes,
+        workload.count,
+        str(workload.dtype).removeprefix("torch."),
+        workload.op.value,
+        algorithm,
+        timings.of(_OWN) * 1e6,
+        wrong[_OWN],
+        timings.rounds,
+        {
+            name: Against(timings.of(name).median * 1e6, timings.ratio(name, _OWN), wrong[name])
+            for name in settings.against
+        },
+    )
 
-    def _result(self, algorithm: str, timings: Timings) -> Result:
-        workload = self._workload
-        counts = torch.tensor(list(self._wrong.values()))
-        self._comm.all_reduce(counts)
-        wrong = dict(zip(self._wrong, counts.tolist(), strict=True))
-        return Result(
-            workload.collective,
-            workload.ranks,
-            workload.nbytes,
-            workload.count,
-            str(workload.dtype).removeprefix("torch."),
-            workload.op.value,
-            algorithm,
-            timings.of(_OWN) * 1e6,
-            wrong[_OWN],
-            timings.rounds,
-            {
-                name: Against(timings.of(name).median * 1e6, timings.ratio(name, _OWN), wrong[name])
-                for name in self._settings.against
-            },
-        )
+
+def _chosen(own: Peer, workload: Workload, slot: Slot, rank: int) -> str:
+    """Return the algorithm that unisono chooses for a workload."""
+    assert isinstance(own, UnisonoPeer)
+    workload.fill(slot, rank)
+    algorithm = own.chosen(own.bind(workload, slot))
+    workload.fill(slot, rank)
+    return algorithm

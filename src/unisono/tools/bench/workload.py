@@ -179,15 +179,13 @@ class Pattern:
 
 def given(rank: int, ranks: int, dtype: torch.dtype, op: ReduceOp) -> Pattern:
     """Return a rank's input: non-zero integers, small enough that every dtype represents every result exactly."""
+    # For AVG, use multiples of the number of ranks, so that averages are integers.
+    scale = ranks if op is ReduceOp.AVG else 1
     if dtype is torch.bool:
         above = 2
-        scale = 1
     elif op is ReduceOp.PRODUCT:
         above = 3
-        scale = 1
     else:
-        # For AVG, use multiples of the number of ranks, so that averages are integers.
-        scale = ranks if op is ReduceOp.AVG else 1
         above = max(3, 127 // (ranks * scale))
     chance = torch.Generator().manual_seed(rank)
     low = 0 if dtype is torch.bool else 1

@@ -162,9 +162,6 @@ def _name_cells(text: str, shell: Any) -> str:
     return text
 
 
-_FORMS: dict[str, Callable[..., str]] = {"text": format_error, "brief": brief_error}
-
-
 class _ErrorDisplay:
     """Shows uncaught errors with `format_error`, in scripts and notebooks."""
 
@@ -209,8 +206,13 @@ class _ErrorDisplay:
         with suppress(AttributeError, OSError, ValueError):
             if file is not None:
                 # `unisono run` reads this file, and shows the error of the rank that failed first.
-                texts = {name: form(error, self._rank, self._size) for name, form in _FORMS.items()}
-                os.pwrite(file, json.dumps({"kind": kind.__name__, "time": time.time(), **texts}).encode(), 0)
+                report = {
+                    "kind": kind.__name__,
+                    "time": time.time(),
+                    "text": format_error(error, self._rank, self._size),
+                    "brief": brief_error(error, self._rank, self._size),
+                }
+                os.pwrite(file, json.dumps(report).encode(), 0)
             else:
                 sys.stderr.write(self._text(error))
                 sys.stderr.flush()

@@ -14,12 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from unisono.tools.cli import refusing
-
-if TYPE_CHECKING:
-    from unisono.tools.bench import Settings
 
 __all__ = ["add_arguments", "run"]
 
@@ -77,31 +73,25 @@ def run(given: argparse.Namespace) -> int:
                 raise ValueError("a barrier has no sizes to draw; leave out --plot")
             if not given.plot.parent.is_dir():
                 raise ValueError(f"the directory {given.plot.parent} does not exist; create it first")
-        settings = _settings(given)
+        peers = [name.strip() for name in given.against.split(",") if name.strip()]
+        if given.roofline and "roofline" not in peers:
+            peers.append("roofline")
+        settings = bench.Settings(
+            collective=given.collective,
+            backend=given.backend,
+            ranks=given.ranks,
+            sizes=bench.parse_sizes(given.sizes),
+            dtype=given.dtype,
+            op=given.op,
+            algorithm=given.algorithm,
+            registered=given.registered,
+            cold=given.cold,
+            against=tuple(peers),
+            seconds=given.seconds,
+        )
     results = bench.run(settings, shown=not given.json)
     print(json.dumps(bench.as_json(settings, results), indent=1) if given.json else bench.summary(results))
     with refusing(ValueError, OSError):
         if given.plot:
             bench.plot(results, given.plot)
     return 1 if any(result.wrong for result in results) else 0
-
-
-def _settings(given: argparse.Namespace) -> Settings:
-    from unisono.tools.bench import Settings, parse_sizes
-
-    peers = [name.strip() for name in given.against.split(",") if name.strip()]
-    if given.roofline and "roofline" not in peers:
-        peers.append("roofline")
-    return Settings(
-        collective=given.collective,
-        backend=given.backend,
-        ranks=given.ranks,
-        sizes=parse_sizes(given.sizes),
-        dtype=given.dtype,
-        op=given.op,
-        algorithm=given.algorithm,
-        registered=given.registered,
-        cold=given.cold,
-        against=tuple(peers),
-        seconds=given.seconds,
-    )

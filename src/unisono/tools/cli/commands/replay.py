@@ -14,12 +14,9 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from unisono.tools.cli import UsageError, refusing
-
-if TYPE_CHECKING:
-    from unisono.recording.replayer import RankReplay
 
 __all__ = ["add_arguments", "run"]
 
@@ -61,13 +58,12 @@ def run(given: argparse.Namespace) -> int:
         print(format_error(error), end="", file=sys.stderr)
     finally:
         OVERRIDE.reset(token)
-    _show(replay, as_json=given.json)
+    _show(replay.report(), as_json=given.json)
     same = replay.begun and replay.difference is None
     return status if same and isinstance(status, int) else 1
 
 
-def _show(replay: RankReplay, *, as_json: bool) -> None:
-    found = replay.report()
+def _show(found: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         print(json.dumps(found, indent=2))
         return

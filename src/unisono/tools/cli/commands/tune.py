@@ -11,13 +11,11 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import unisono as un
 from unisono.errors import UnavailableError
 from unisono.tools.cli import refusing
-
-if TYPE_CHECKING:
-    from unisono.communicator import Communicator
 
 __all__ = ["add_arguments", "run"]
 
@@ -57,7 +55,7 @@ def run(given: argparse.Namespace) -> int:
     return 0
 
 
-def _rank(comm: Communicator, seconds: float, _folder: Path) -> tuple[str, list[tuple[int, str, float]]]:
+def _rank(comm: un.Communicator, seconds: float, _folder: Path) -> tuple[str, list[tuple[int, str, float]]]:
     table: Any = comm.tune(seconds)
     plans = [(nbytes, comm.plan("all_reduce", nbytes)) for nbytes in _SIZES]
     return table.to_json(), [(nbytes, plan.algorithm, plan.predicted_s) for nbytes, plan in plans]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import attrgetter
@@ -76,17 +76,21 @@ def windows_of(manifest: Manifest, names: Iterable[str], ranges: ByteRanges | No
     For a tensor in `ranges`, only the blocks that overlap its ranges are read.
     """
     needed = []
+    files = set[int]()
     for name in dict.fromkeys(names):
         offset = 0
         wanted = (ranges or {}).get(name)
         for piece in manifest.tensors[name].pieces:
+            if wanted is None:
+                # Also if the piece is empty, and has no blocks.
+                files.add(piece.file)
             cut = zip(blocks(piece.start, piece.stop), piece.digests, strict=True)
             for (start, stop), digest in cut:
                 at = offset + start - piece.start
                 if wanted is None or any(low < at + stop - start and at < high for low, high in wanted):
                     needed.append(Block(piece.file, start, stop, digest, name, at))
             offset += piece.stop - piece.start
-    for index in {block.file for block in needed}:
+    for index in files.union(block.file for block in needed):
         file = manifest.files[index]
         needed.append(Block(index, 0, file.header, file.header_digest, None, 0))
     return grouped(sorted(needed, key=attrgetter("file", "start")))
@@ -172,12 +176,15 @@ class Files(Closing):
         for window in windows[:_AHEAD] if not number else windows[number + _AHEAD - 1 : number + _AHEAD]:
             self.open(window.file).prefetch(window.start, window.stop)
 
-    def check(self, windows: Sequence[ReadWindow], *, hold: bool = False) -> None:
+    def check(
+        self, windows: Sequence[ReadWindow], *, hold: bool = False, on_bytes: Callable[[int], None] | None = None
+    ) -> None:
         """Read all of `windows`, and raise `CorruptError` if any window is damaged.
 
         Args:
             windows: Windows to check.
             hold: Whether to keep the windows' bytes in memory, so that they are not read again.
+            on_bytes: Called with the number of bytes in each checked window.
         """
         longest = max([block.stop - block.start for window in windows for block in window.blocks], default=0)
         bad = []
@@ -191,6 +198,8 @@ class Files(Closing):
                     bad.append(block)
                 elif hold:
                     self._held[block] = into
+            if on_bytes is not None:
+                on_bytes(window.stop - window.start)
         self.corrupt_error(bad)
 
     def corrupt_error(self, bad: Sequence[Block]) -> None:

@@ -296,8 +296,11 @@ class Restorer:
                 self._problems.append(f"{path!r} {why}")
             build.append(self._match_part(target, current, ordered, path, "shapes"))
 
+        def put() -> Any:
+            return build[0]()
+
         self._optimizers.append(match)
-        return lambda: build[0]()
+        return put
 
     def _match_module(
         self, target: torch.nn.Module, current: dict[str, Any], inner: Node, versions: _Build | None, path: str

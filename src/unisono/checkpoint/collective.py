@@ -293,10 +293,9 @@ class SaveQueue:
 # The save queue of each communicator; not an attribute of `Communicator`, because that class must not depend on
 # checkpoints.
 _queues: weakref.WeakKeyDictionary[Communicator, SaveQueue] = weakref.WeakKeyDictionary()
-# The last save to each path, for saves without a communicator. The next save to the same path waits for it.
-_alone: dict[str, SaveHandle] = {}
-# Protects `_alone` while `begin` removes finished saves, because several threads may call `begin` at once.
-_alone_lock = threading.Lock()
+# The last save to each path, for saves without a communicator. The next save to the same path waits for it. Weak,
+# because a save that the next one must wait for, or whose error it must raise, is in `_open`.
+_alone: weakref.WeakValueDictionary[str, SaveHandle] = weakref.WeakValueDictionary()
 
 
 def finish_earlier(path: str, comm: Communicator | None, *, raises: bool = True) -> None:
@@ -327,10 +326,7 @@ BACKGROUND_SAVES.append(raise_failed)
 def begin(path: str, comm: Communicator | None, work: Callable[[Communicator | None], None]) -> SaveHandle:
     """Start `work` in a thread, with a duplicate of `comm`; the first call with each `comm` is collective."""
     if comm is None:
-        with _alone_lock:
-            for done in [known for known, earlier in _alone.items() if earlier.done()]:
-                del _alone[done]
-            _alone[path] = saving = SaveHandle(path, lambda: work(None))
+        _alone[path] = saving = SaveHandle(path, lambda: work(None))
         return saving
     if comm not in _queues:
         _queues[comm] = SaveQueue(comm)

@@ -130,9 +130,8 @@ class DataPartitioner(Generic[T_co]):
         self.data = data
         sizes = [float(size) for size in sizes]
         lengths = apportion(count, sizes)
-        self.partitions: tuple[torch.Tensor, ...]
         if partition is None and shuffle is not False:
-            self.partitions = seeded_permutation(count, operator.index(seed)).split(lengths)
+            self.partitions: tuple[torch.Tensor, ...] = seeded_permutation(count, operator.index(seed)).split(lengths)
             return
         rule = resolve("contiguous" if partition is None else partition, data)
         order = rule.order(count, rule.shuffles if shuffle is None else shuffle, seed, 0, sizes)

@@ -12,7 +12,7 @@ import torch
 
 from unisono.errors import CommError
 
-__all__ = ["ExportTable", "NotExposedError", "async_execution", "changes", "expose", "is_async", "name_of"]
+__all__ = ["ExportTable", "NotExposedError", "async_execution", "expose", "is_async", "name_of"]
 
 T = TypeVar("T")
 
@@ -27,18 +27,11 @@ _names: dict[Any, str] = {}
 """Cache of names: each call needs the function's name, and finding it is the slowest part of a call."""
 
 
-class _Table(dict[str, Any]):
-    """Functions and classes exposed in this process, by name."""
+_exposed: dict[str, Any] = {}
+"""Functions and classes exposed in this process, by name.
 
-    changes = 0
-
-    def __setitem__(self, name: str, target: Any) -> None:
-        super().__setitem__(name, target)
-        self.changes += 1
-
-
-_exposed = _Table()
-"""Global, because `expose` decorates functions when their module is imported, before there is any agent."""
+Global, because `expose` decorates functions when their module is imported, before there is any agent.
+"""
 
 
 class NotExposedError(CommError, PermissionError):
@@ -145,11 +138,6 @@ def async_execution(function: T) -> T:
     return function
 
 
-def changes() -> int:
-    """Return how often the table of exposed functions has changed; a change invalidates caches of the table."""
-    return _exposed.changes
-
-
 def is_async(function: Any) -> bool:
     """Return whether a function is marked with `async_execution`."""
     return bool(getattr(function, _ASYNC, False))
@@ -217,19 +205,15 @@ class ExportTable:
         found = self._own.get(name) or _exposed.get(name)
         if found is None and self.trusted:
             found = _imported(name)
-        if (found is None or not callable(found)) and self.trusted:
+        if callable(found):
+            return found  # type: ignore[no-any-return]  # callable, as checked
+        if self.trusted:
             raise NotExposedError(f"{name.replace(':', '.')} cannot be imported on the rank that was called")
-        if found is None or not callable(found):
-            raise NotExposedError(
-                f"{name.replace(':', '.')} is not exposed, so no other rank can call it and nothing ran: put "
-                "@unisono.rpc.expose above it in the code of every rank, name it in rpc.init(..., expose=[...]), "
-                "or pass trusted=True to rpc.init on the rank that is called"
-            )
-        return found  # type: ignore[no-any-return]  # callable, as checked
-
-    def lists(self, name: str) -> bool:
-        """Return whether `name` is in a table; if so, it maps to the same function until `changes()` increases."""
-        return name in self._own or name in _exposed
+        raise NotExposedError(
+            f"{name.replace(':', '.')} is not exposed, so no other rank can call it and nothing ran: put "
+            "@unisono.rpc.expose above it in the code of every rank, name it in rpc.init(..., expose=[...]), or pass "
+            "trusted=True to rpc.init on the rank that is called"
+        )
 
     def finds(self, name: str, target: Any) -> bool:
         """Return whether `name` leads to `target`, either among the exposed functions or by importing it."""

@@ -17,7 +17,7 @@ from unisono.diagnostics.tracebacks import brief_error
 from unisono.errors import CommError, PeerLostError
 from unisono.rpc.channel import CallTypeError, MessageChannel
 from unisono.rpc.context import context, request
-from unisono.rpc.exported import changes, is_async
+from unisono.rpc.exported import is_async
 from unisono.rpc.protocol import CALL, ERROR, HEADER, NO_CONTEXT, REMOTE, REPLY, REQUEST
 from unisono.rpc.refcount import Key
 from unisono.rpc.remote_errors import packed
@@ -97,8 +97,6 @@ class CallServer:
         self._open: dict[tuple[int, int], _ServedCall] = {}
         self._slow: set[bytes] = set()
         self._quick: set[bytes] = set()
-        self._functions: dict[bytes, Callable[..., Any]] = {}
-        self._as_of = changes()
         self._lock = threading.Lock()
         self.served: Counter[int] = Counter()
 
@@ -206,16 +204,7 @@ class CallServer:
             return exposed.method(references.value_of(outcome, None), call.target[1:].decode())
         if call.target == b"@call":
             return exposed.given(args.pop(0))
-        if self._as_of != changes():
-            self._as_of = changes()
-            self._functions.clear()
-        function = self._functions.get(call.target)
-        if function is None:
-            name = call.target.decode("utf-8", "surrogatepass")
-            function = exposed.function(name)
-            if len(self._functions) < _MAX_CACHED and exposed.lists(name):
-                self._functions[call.target] = function
-        return function
+        return exposed.function(call.target.decode("utf-8", "surrogatepass"))
 
     def _settle_by(self, call: _ServedCall, future: torch.futures.Future[Any]) -> None:
         try:

@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 _SLOW_S = 200e-6
 """A function that took longer than this time runs in a worker thread next time."""
 _LONG_BYTES = 64 << 10
-_MAX_CACHED = 1000
+_MOST_TIMED = 1000
 
 
 class _ServedCall:
@@ -95,8 +95,8 @@ class CallServer:
         self._channel = channel
         self._references = references
         self._open: dict[tuple[int, int], _ServedCall] = {}
-        self._slow: set[bytes] = set()
-        self._quick: set[bytes] = set()
+        # Whether a function is quick (or else slow), by its encoded name. Functions that were neither are not listed.
+        self._quick: dict[bytes, bool] = {}
         self._lock = threading.Lock()
         self.served: Counter[int] = Counter()
 
@@ -115,7 +115,7 @@ class CallServer:
             with contextlib.suppress(PeerLostError):
                 call.called = self._references.outcome(call.key)
         long = bool(message.bodies) and sum([b.numel() for b in message.bodies]) > _LONG_BYTES
-        short = call.target in self._quick if long else call.target not in self._slow
+        short = self._quick.get(call.target, not long)
         # Register the call only after malformed calls have been rejected above, because those would never be removed.
         self._open[message.peer, call.number] = call
         return lambda: self._serve(call, message), short
@@ -157,14 +157,9 @@ class CallServer:
         self._remember(call.target, time.perf_counter() - started)
 
     def _remember(self, target: bytes, took: float) -> None:
-        if took > _SLOW_S:
-            self._quick.discard(target)
-            if len(self._slow) < _MAX_CACHED:
-                self._slow.add(target)
-        elif took < _SLOW_S / 2 and target not in self._quick:
-            self._slow.discard(target)
-            if len(self._quick) < _MAX_CACHED:
-                self._quick.add(target)
+        # A function whose time is between the two limits stays what it was.
+        if not _SLOW_S / 2 <= took <= _SLOW_S and (target in self._quick or len(self._quick) < _MOST_TIMED):
+            self._quick[target] = took < _SLOW_S
 
     def _run(self, call: _ServedCall, message: Envelope) -> None:
         """Run the function, and reply once its result is available."""

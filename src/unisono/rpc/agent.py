@@ -87,8 +87,18 @@ class Agent:
         self.receiver: Receiver = Receiver(
             self.box, self.dispatcher, self.workers, self._due, self._adopt_thread, thread
         )
-        self.channel: MessageChannel = MessageChannel(self, self.box, exposed, self.dispatcher, self.workers)
-        self.references: RRefContext = RRefContext(self, self.channel, timeout_s, self.workers, self.rref_class)
+        self.references: RRefContext = RRefContext(
+            self,
+            self.box,
+            # The channel is created later, because it also sends and receives references.
+            lambda peer, kind, *words: self.channel.send_control(peer, kind, *words),
+            timeout_s,
+            self.workers,
+            self.rref_class,
+        )
+        self.channel: MessageChannel = MessageChannel(
+            self, self.references, self.box, exposed, self.dispatcher, self.workers
+        )
         self.contexts: Contexts = Contexts(self.rank, self.channel.send_control)
         self.client: Client = Client(
             self.channel, self.dispatcher, self.workers, self.references, self.infos, timeout_s

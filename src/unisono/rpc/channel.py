@@ -16,10 +16,11 @@ import torch
 from unisono import serialization
 from unisono.core.transport import Envelope, Mailbox
 from unisono.errors import CommError, CommTimeoutError
-from unisono.rpc.context import GraphRecorder, Peers, ReferenceTable
+from unisono.rpc.context import Peers
 from unisono.rpc.dispatcher import Dispatcher
 from unisono.rpc.exported import ExportTable, NotExposedError, name_of
 from unisono.rpc.protocol import EXIT, HEADER, NO_CONTEXT
+from unisono.rpc.rref import RRefContext
 from unisono.rpc.workers import Workers
 from unisono.serialization import tensors
 from unisono.serialization.builtins import put_items, take_items
@@ -68,6 +69,7 @@ class MessageChannel:
 
     Args:
         agent: The agent that uses this channel.
+        references: References of this rank.
         box: Mailbox that transports the messages.
         exposed: Functions exposed on this rank.
         dispatcher: Dispatcher of the messages that this rank sends to itself.
@@ -75,10 +77,17 @@ class MessageChannel:
     """
 
     def __init__(
-        self, agent: Peers, box: Mailbox, exposed: ExportTable, dispatcher: Dispatcher, workers: Workers
+        self,
+        agent: Peers,
+        references: RRefContext,
+        box: Mailbox,
+        exposed: ExportTable,
+        dispatcher: Dispatcher,
+        workers: Workers,
     ) -> None:
         _install()
         self._agent = agent
+        self.references = references
         self.box = box
         self.rank: int = box.group.rank
         self.exposed = exposed
@@ -86,16 +95,6 @@ class MessageChannel:
         self._workers = workers
         self._outbox: deque[tuple[int, bytes]] = deque()
         self._posting = threading.Lock()
-
-    @property
-    def references(self) -> ReferenceTable:
-        """The references of this rank."""
-        return self._agent.references
-
-    @property
-    def recorder(self) -> GraphRecorder:
-        """The record of tensors through which gradients flow back."""
-        return self._agent.contexts
 
     # -- values ------------------------------------------------------------------------------------
     def pack(
@@ -128,7 +127,7 @@ class MessageChannel:
                 put = _put if self.exposed.trusted else encoders.get(type(value)) or write
                 put(parts, value, MAX_DEPTH)
             if parts.recorded:
-                message = self.recorder.send(context, peer, parts.recorded)
+                message = self._agent.contexts.send(context, peer, parts.recorded)
         except BaseException as error:
             rollback(parts.undo)
             if isinstance(error, UnsendableError):
@@ -139,7 +138,7 @@ class MessageChannel:
                 ) from None
             raise
         if context != NO_CONTEXT:
-            self.recorder.met(context, peer)
+            self._agent.contexts.met(context, peer)
         parts[0] = HEADER.pack(kind, number, context, message)
         return b"".join(parts), parts.bodies, parts.undo
 
@@ -383,7 +382,7 @@ def _take_recorded(view: View, at: int, depth: int) -> tuple[torch.Tensor, int]:
     tensor, at = read(view, at, depth)
     if not isinstance(view, MessageReader) or not isinstance(tensor, torch.Tensor):
         raise ValueError("a recorded value is not a tensor")
-    return view.channel.recorder.receive(view.context, view.peer, view.message, tensor), at
+    return view.channel._agent.contexts.receive(view.context, view.peer, view.message, tensor), at
 
 
 # -- functions and classes -------------------------------------------------------------------------

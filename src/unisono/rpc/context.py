@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -17,7 +17,6 @@ __all__ = [
     "Calls",
     "GraphRecorder",
     "Peers",
-    "ReferenceTable",
     "context",
     "current_agent",
     "find_agent",
@@ -46,28 +45,6 @@ class Calls(Protocol):
 
     def make(self, peer: int, target: str, key: Any, args: Any, kwargs: Any, timeout: Timeout | None) -> Any:
         """Call a function on a rank, and return a reference to the result."""
-
-
-class ReferenceTable(Protocol):
-    """A rank's references."""
-
-    def own(self, value: object) -> Any:
-        """Register an object of this rank; return its key. Counts one reference."""
-
-    def wait(self, key: Any, timeout: Timeout | None) -> Any:
-        """Wait until an object of this rank exists, and return it."""
-
-    def dropped(self, owner: int, key: Any) -> None:
-        """Record that this rank has dropped a reference."""
-
-    def pass_on(self, rref: Any, peer: int, undo: list[Callable[[], None]]) -> tuple[int, int, int, int]:
-        """Prepare to send a reference to a rank; return what to send: owner, creator, number and token."""
-
-    def accept(self, passer: int, owner: int, creator: int, number: int, token: int) -> Any:
-        """Return the reference that the received numbers identify."""
-
-    def collect_freed(self) -> None:
-        """Release freed objects."""
 
 
 class GraphRecorder(Protocol):
@@ -105,7 +82,7 @@ class Peers(Protocol):
     @property
     def client(self) -> Calls: ...
     @property
-    def references(self) -> ReferenceTable: ...
+    def references(self) -> object: ...
     @property
     def contexts(self) -> GraphRecorder: ...
     def shutdown(self, graceful: bool = True, timeout: Timeout | None = None) -> None: ...

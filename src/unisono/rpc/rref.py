@@ -8,14 +8,14 @@ from types import TracebackType
 from typing import Any, Generic, TypeVar, cast
 
 from unisono.core import clock
+from unisono.core.transport import Mailbox
 from unisono.core.types import Timeout
 from unisono.core.work import resolve_timeout
 from unisono.errors import CommError, CommTimeoutError, PeerLostError
 from unisono.rpc.call_future import CallFuture
-from unisono.rpc.channel import MessageChannel
 from unisono.rpc.context import Peers, current_agent
 from unisono.rpc.protocol import WorkerInfo
-from unisono.rpc.refcount import Key, References
+from unisono.rpc.refcount import Key, References, Send
 from unisono.rpc.workers import Workers
 
 __all__ = ["OwnedValue", "RRef", "RRefContext"]
@@ -64,7 +64,8 @@ class RRefContext:
 
     Args:
         agent: The agent, available to references as the attribute `agent`.
-        channel: Channel to notify other ranks.
+        box: Mailbox of this rank.
+        send: Function that sends a message of a few numbers to a rank.
         timeout_s: Default timeout for waiting for an object, in seconds.
         workers: Threads that run functions; a function that waits for an object does not count as running.
         kind: Class of the references, such as `RRef`.
@@ -73,18 +74,19 @@ class RRefContext:
     def __init__(
         self,
         agent: Peers,
-        channel: MessageChannel,
+        box: Mailbox,
+        send: Send,
         timeout_s: float,
         workers: Workers,
         kind: type[Any],
     ) -> None:
-        self.rank: int = channel.rank
+        self.rank: int = box.group.rank
         self.agent = agent
-        self.wake: Callable[[], None] = channel.box.wake
+        self.wake: Callable[[], None] = box.wake
         self._timeout_s = timeout_s
         self._workers = workers
         self._kind = kind
-        self._protocol = References(self.rank, channel.send_control, OwnedValue)
+        self._protocol = References(self.rank, send, OwnedValue)
         self.arrived: Callable[[int, int, tuple[int, ...]], None] = self._protocol.arrived
         self.dropped: Callable[[int, Key], None] = self._protocol.dropped
         self.new_key: Callable[[int], Key] = self._protocol.new_key

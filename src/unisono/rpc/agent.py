@@ -154,7 +154,9 @@ class Agent:
         """Handle a lost rank."""
         self.client.replies.lose(peer)
         self.server.lose(peer)
-        self.references.lose(peer, PeerLostError(f"rank {peer} died before the object was created", peer=peer))
+        for outcome in self.references.lose(peer):
+            error = PeerLostError(f"rank {peer} died before the object was created", peer=peer)
+            outcome.settle(None, error)
         for action in self.when_lost:
             action(peer)
         self.channel.empty_outbox()

@@ -59,7 +59,7 @@ class OwnedValue:
         callback()
 
 
-class RRefContext:
+class RRefContext(References):
     """One agent's references (`RRef`s) and its own objects (`OwnedValue`s), counted by the protocol of `refcount`.
 
     Args:
@@ -80,41 +80,25 @@ class RRefContext:
         workers: Workers,
         kind: type[Any],
     ) -> None:
-        self.rank: int = box.group.rank
+        super().__init__(box.group.rank, send, OwnedValue)
         self.agent = agent
         self.wake: Callable[[], None] = box.wake
         self._timeout_s = timeout_s
         self._workers = workers
         self._kind = kind
-        self._protocol = References(self.rank, send, OwnedValue)
-        self.arrived: Callable[[int, int, tuple[int, ...]], None] = self._protocol.arrived
-        self.dropped: Callable[[int, Key], None] = self._protocol.dropped
-        self.new_key: Callable[[int], Key] = self._protocol.new_key
-        self.unused: Callable[[int, Key], None] = self._protocol.unused
 
     def __len__(self) -> int:
-        return len(self._protocol.ledger)
-
-    @property
-    def pins(self) -> int:
-        """Return the number of pinned references: those passed to another rank, and not yet released."""
-        return self._protocol.pins
-
-    @property
-    def waiting(self) -> bool:
-        """Return whether dropped references wait for `flush`."""
-        return self._protocol.waiting
+        return len(self.ledger)
 
     def flush(self) -> None:
         """Notify owners that this rank has dropped references."""
-        self._protocol.flush()
+        super().flush()
         self.collect_freed()
 
     def collect_freed(self) -> None:
         """Release freed objects, whose finalizers may run any code."""
-        freed = self._protocol.freed
-        while freed:
-            freed.popleft()
+        while self.freed:
+            self.freed.popleft()
 
     def reference(self, owner: int, key: Key, confirmation: CallFuture | None = None) -> Any:
         """Return a new reference, without changing any count."""
@@ -130,14 +114,14 @@ class RRefContext:
 
     def expect(self, key: Key, holder: int) -> OwnedValue:
         """Return the `OwnedValue` of an object that is about to be created; counts one reference."""
-        with self._protocol.lock:
-            outcome: OwnedValue = self._protocol.ledger.make(key, holder)
+        with self.lock:
+            outcome: OwnedValue = self.ledger.make(key, holder)
         return outcome
 
     def outcome(self, key: Key) -> OwnedValue:
         """Return the `OwnedValue` of a referenced object. Raises PeerLostError if the object was freed."""
-        with self._protocol.lock:
-            outcome: OwnedValue | None = self._protocol.ledger.value(key)
+        with self.lock:
+            outcome: OwnedValue | None = self.ledger.value(key)
         if outcome is None:
             raise PeerLostError("the object was freed: every rank that was known to refer to it has died or dropped it")
         return outcome
@@ -169,7 +153,7 @@ class RRefContext:
         if rref._references is not self:
             raise CommError("this RRef belongs to another agent, on another communicator")
         rref._check()
-        token, revert = self._protocol.give(rref._owner, rref._key, rref, peer)
+        token, revert = self.give(rref._owner, rref._key, rref, peer)
         undo.append(revert)
         return rref._owner, *rref._key, token
 
@@ -179,13 +163,8 @@ class RRefContext:
             raise ValueError(f"an object names rank {owner} or {creator}, which does not exist")
         key = Key(creator, number)
         rref = self.reference(owner, key)
-        self._protocol.take(passer, owner, key, token, rref)
+        self.take(passer, owner, key, token, rref)
         return rref
-
-    def lose(self, peer: int, error: BaseException) -> None:
-        """Handle a lost rank."""
-        for outcome in self._protocol.lose(peer):
-            outcome.settle(None, error)
 
 
 class RRef(Generic[T]):

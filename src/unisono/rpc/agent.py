@@ -80,13 +80,10 @@ class Agent:
             self.box.close()
             raise ValueError(f"several ranks passed the name {twice[0]!r} to rpc.init; each rank needs its own name")
         self.closed: bool = False
-        thread = f"unisono rpc {name}"
         self._adopt_thread = partial(set_agent, self)
-        self.workers: Workers = Workers(thread, workers, self._adopt_thread)
+        self.workers: Workers = Workers(f"unisono rpc {name}", workers, self._adopt_thread)
         self.dispatcher: Dispatcher = Dispatcher(self.box, self.workers)
-        self.receiver: Receiver = Receiver(
-            self.box, self.dispatcher, self.workers, self._due, self._adopt_thread, thread
-        )
+        self.receiver: Receiver = Receiver(self.box, self.dispatcher, self.workers, self._due)
         self.references: RRefContext = RRefContext(
             self,
             self.box,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -34,11 +33,9 @@ class Receiver:
     Args:
         box: The mailbox.
         dispatcher: Dispatcher of the received messages.
-        workers: Threads that run long functions.
+        workers: Runs long functions, and starts the threads that receive.
         due: Function called between messages. It returns the time of its next call, on the library's clock, and the
             tasks to run now.
-        initializer: Function called at the start of each new thread.
-        name: Name of the threads.
     """
 
     def __init__(
@@ -47,15 +44,11 @@ class Receiver:
         dispatcher: Dispatcher,
         workers: Workers,
         due: Callable[[], tuple[float, list[Task]]],
-        initializer: Callable[[], object],
-        name: str,
     ) -> None:
         self._box = box
         self._dispatcher = dispatcher
         self._workers = workers
         self._due = due
-        self._initializer = initializer
-        self._name = name
         # Only the thread whose turn it is (see `Turn`) uses this queue. A deputy that takes over continues with the
         # tasks left in it.
         self._todo: deque[tuple[Task, bool]] = deque()
@@ -63,19 +56,12 @@ class Receiver:
 
     def start(self) -> None:
         """Start receiving."""
-        self._start_thread(self._receive)
+        self._workers.start_thread(self._receive)
 
     def close(self) -> None:
         """Stop receiving; the threads exit by themselves."""
         self._closed = True
         self._box.wake()
-
-    def _start_thread(self, life: Callable[[], None]) -> None:
-        def live() -> None:
-            self._initializer()
-            life()
-
-        threading.Thread(target=live, name=self._name, daemon=True).start()
 
     def _stand_by(self, turn: Turn) -> None:
         """Run as a deputy: take over if a function occupies the receiving thread."""
@@ -85,7 +71,7 @@ class Receiver:
     def _receive(self) -> None:
         """Run as a receiving thread."""
         turn = Turn()
-        self._start_thread(partial(self._stand_by, turn))
+        self._workers.start_thread(partial(self._stand_by, turn))
         try:
             self._receive_during(turn)
         finally:

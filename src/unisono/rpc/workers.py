@@ -70,6 +70,15 @@ class Workers:
         # Threads whose task counts as running. Each thread adds and removes only itself, so no lock is needed.
         self._counted: set[int] = set()
 
+    def start_thread(self, life: Callable[[], None]) -> None:
+        """Start a daemon thread that calls the initializer and then `life`."""
+
+        def live() -> None:
+            self._initializer()
+            life()
+
+        threading.Thread(target=live, name=self._name, daemon=True).start()
+
     def run(self, task: Task) -> None:
         """Queue a task."""
         with self._lock:
@@ -117,7 +126,7 @@ class Workers:
             self._available.notify()
         else:
             self._idle += 1
-            threading.Thread(target=self._work, name=self._name, daemon=True).start()
+            self.start_thread(self._work)
 
     def _watch(self) -> None:
         """While tasks are queued, admit one more thread whenever no task has finished for some time."""
@@ -133,7 +142,6 @@ class Workers:
                     self._start_threads()
 
     def _work(self) -> None:
-        self._initializer()
         here = threading.get_ident()
         while (task := self._next()) is not None:
             self._counted.add(here)

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
 from typing import Any
@@ -462,17 +463,15 @@ class TerminationDetector:
 
     def _query_ranks(self) -> None:
         """Query all ranks if this rank is the coordinator, which is the living rank with the lowest number."""
-        rank = self._rank
         alive = self._alive()
-        if rank == min(alive):
+        if self._rank == min(alive):
             with self._lock:
                 self._wave += 1
                 self._reports.clear()
                 wave = self._wave
-            for other in alive:
-                if other != rank:
-                    self._send(other, CONFIRM, wave)
-        self.look()
+            self._send(alive, CONFIRM, wave)
+        else:
+            self.look()
 
     def finish(self) -> None:
         """Wake the waiting threads, because the agent is closed."""
@@ -488,10 +487,8 @@ class TerminationDetector:
             wave = self._wave
             new = (coordinator, wave, report) != self._last_report
             self._last_report = (coordinator, wave, report)
-        if coordinator == self._rank:
-            self._record(coordinator, wave, report)
-        elif new:
-            self._send(coordinator, IDLE, wave, *report)
+        if new or coordinator == self._rank:
+            self._send([coordinator], IDLE, wave, *report)
         return new
 
     def arrived(self, peer: int, kind: int, words: tuple[Any, ...]) -> None:
@@ -509,47 +506,37 @@ class TerminationDetector:
 
     def _record(self, peer: int, wave: int, report: _Report) -> None:
         """As the coordinator, handle a rank's report."""
-        rank = self._rank
         alive = self._alive()
         with self._lock:
-            verdict, wave = self._judged(peer, wave, report, alive)
-        if verdict == CONFIRM:
-            for other in [peer] if wave < 0 else alive:
-                if other != rank:
-                    self._send(other, CONFIRM, abs(wave))
-            self.look()
-        elif verdict == CLOSE:
-            for other in alive:
-                if other != rank:
-                    self._send(other, CLOSE)
-            self.arrived(rank, CLOSE, ())
+            peers, kind, wave = self._judged(peer, wave, report, alive)
+        self._send(peers, kind, wave)
 
-    def _judged(self, peer: int, wave: int, report: _Report, alive: list[int]) -> tuple[int | None, int]:
-        """Return which message to send (None, CLOSE or CONFIRM), and the number of its wave (round of reports).
-
-        The wave's number is negated if the message is to be sent only to `peer`.
-        """
+    def _judged(self, peer: int, wave: int, report: _Report, alive: list[int]) -> tuple[list[int], int, int]:
+        """Return which ranks get a message, whether it is CONFIRM or CLOSE, and its wave (round of reports)."""
         if wave < self._wave:
-            return CONFIRM, -self._wave
+            return [peer], CONFIRM, self._wave
         self._wave = wave
         self._reports.setdefault(wave, {})[peer] = report
         now = self._reports[wave]
         before = self._reports.get(wave - 1)
         if any(other not in now for other in alive) or not _even(now, alive):
-            return None, wave
+            return [], CONFIRM, wave
         if before is not None and all(before.get(other) == now[other] for other in alive):
-            return CLOSE, wave
+            return alive, CLOSE, wave
         self._wave += 1
         self._reports = {wave: now}
-        return CONFIRM, self._wave
+        return alive, CONFIRM, self._wave
 
-    def _send(self, peer: int, kind: int, *words: Any) -> None:
-        try:
-            self._box.send(peer, control_message(kind, words), (), _SEND_S)
-        except CommError:
-            # The peer is gone, or is about to be declared lost. The peer's answer is not needed, and if the peer was
-            # the coordinator, another rank takes over.
-            return
+    def _send(self, peers: Iterable[int], kind: int, *words: Any) -> None:
+        """Send a message to some ranks. This rank handles its own message last, because CLOSE lets the agent close."""
+        for peer in sorted(peers, key=lambda peer: peer == self._rank):
+            if peer == self._rank:
+                self.arrived(peer, kind, words)
+                continue
+            # Ignore errors: the peer is gone, or is about to be declared lost. The peer's answer is not needed, and if
+            # the peer was the coordinator, another rank takes over.
+            with suppress(CommError):
+                self._box.send(peer, control_message(kind, words), (), _SEND_S)
 
 
 def _even(reports: dict[int, _Report], alive: list[int]) -> bool:

@@ -6,13 +6,14 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from unisono.rpc.autograd.functions import RecvRecord, SendRecord, reachable
 from unisono.rpc.autograd.leaves import Leaves
 
-__all__ = ["GRAPH_GONE", "Context", "DistributedPass", "Gradients", "Output"]
+__all__ = ["GRAPH_GONE", "Context", "DistributedPass", "Gradients"]
 
 Gradients = list[torch.Tensor | None]
 
@@ -58,7 +59,7 @@ class Context:
                 self.gradients[leaf] = gradient if known is None else known + gradient
 
 
-class Output:
+class _Output(NamedTuple):
     """Starting point of back-propagation on one rank: the roots, or the tensors of one sent message.
 
     Attributes:
@@ -68,12 +69,10 @@ class Output:
         received: Received messages that the backward pass reaches.
     """
 
-    def __init__(self, tensors: list[torch.Tensor], record: SendRecord | None = None) -> None:
-        self.tensors = tensors
-        self.record = record
-        self.leaves: list[torch.Tensor]
-        self.received: list[RecvRecord]
-        self.leaves, self.received = reachable(tensors)
+    record: SendRecord | None
+    tensors: list[torch.Tensor]
+    leaves: list[torch.Tensor]
+    received: list[RecvRecord]
 
 
 class DistributedPass:
@@ -87,29 +86,29 @@ class DistributedPass:
     def __init__(self, context: Context, retain_graph: bool) -> None:
         self._context = context
         self._retain_graph = retain_graph
-        self._outputs: dict[int, Output] = {}
+        self._outputs: dict[int, _Output] = {}
         self._left = 0
         self._awaited: Counter[tuple[int, int]] = Counter()
-        self._gathered: dict[tuple[int, int], Gradients] = {}
+        self._gathered: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
         self._gradients: dict[torch.Tensor, torch.Tensor] = {}
 
-    def join(self, number: int, output: Output) -> list[RecvRecord]:
+    def join(self, number: int, tensors: list[torch.Tensor], record: SendRecord | None = None) -> list[RecvRecord]:
         """Add an output from which gradients will flow back. Return the messages whose senders must be queried."""
-        self._outputs[number] = output
-        triggers = {id(trigger) for record in output.received for trigger in record.triggers}
+        output = self._outputs[number] = _Output(record, tensors, *reachable(tensors))
+        triggers = {id(trigger) for reached in output.received for trigger in reached.triggers}
         self._context.leaves.watch([leaf for leaf in output.leaves if id(leaf) not in triggers])
         self._left += 1
         new = []
-        for record in output.received:
-            key = record.peer, record.message
-            if self._context.received.get(key) is not record:
+        for reached in output.received:
+            key = reached.peer, reached.message
+            if self._context.received.get(key) is not reached:
                 raise RuntimeError(
-                    f"a tensor from rank {record.peer} was received in another autograd context than that of this "
+                    f"a tensor from rank {reached.peer} was received in another autograd context than that of this "
                     "backward pass: call backward in the tensor's context, or detach() it"
                 )
             if key not in self._gathered:
-                self._gathered[key] = [None] * len(record.triggers)
-                new.append(record)
+                self._gathered[key] = {}
+                new.append(reached)
             self._awaited[key] += 1
         return new
 
@@ -132,21 +131,23 @@ class DistributedPass:
         output = self._outputs[number]
         with context.lock:
             self._left -= 1
+            for record in output.received:
+                record.found = self._gathered[record.peer, record.message]
             if gradients is None or any(gradient is not None for gradient in gradients):
                 self._differentiate(output, gradients, self._retain_graph or self._left > 0)
             complete = []
             for record in output.received:
                 key = record.peer, record.message
-                self._gather(key, record)
                 self._awaited[key] -= 1
                 if not self._awaited[key]:
-                    complete.append((record, self._gathered.pop(key)))
+                    found = self._gathered.pop(key)
+                    complete.append((record, [found.get(index) for index in range(len(record.triggers))]))
             if not self._retain_graph and output.record is not None:
                 # The message's part of the graph has been freed, so its record is no longer needed.
                 context.sent.pop(number, None)
             return complete, None if self._left else self._gradients
 
-    def _differentiate(self, output: Output, gradients: Gradients | None, retain_graph: bool) -> None:
+    def _differentiate(self, output: _Output, gradients: Gradients | None, retain_graph: bool) -> None:
         if not output.leaves:
             return
         starts = None
@@ -166,14 +167,6 @@ class DistributedPass:
             if gradient is not None:
                 known = self._gradients.get(leaf)
                 self._gradients[leaf] = gradient if known is None else known + gradient
-
-    def _gather(self, key: tuple[int, int], record: RecvRecord) -> None:
-        found = record.found
-        record.found = {}
-        gathered = self._gathered[key]
-        for index, gradient in found.items():
-            known = gathered[index]
-            gathered[index] = gradient if known is None else known + gradient
 
 
 def _apart(found: Sequence[torch.Tensor | None], others: Sequence[torch.Tensor | None]) -> Gradients:

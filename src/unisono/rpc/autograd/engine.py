@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from unisono.errors import CommError
-from unisono.rpc.autograd.backward_pass import GRAPH_GONE, Context, DistributedPass, Gradients, Output
+from unisono.rpc.autograd.backward_pass import GRAPH_GONE, Context, DistributedPass, Gradients
 from unisono.rpc.autograd.functions import RecvRecord, arrival, departure
 from unisono.rpc.autograd.leaves import Leaves
 from unisono.rpc.client import rpc_async, rpc_sync
@@ -59,7 +59,7 @@ def start(context: Context, roots: Any, retain_graph: bool) -> None:
     beginning = context.passes[name] = DistributedPass(context, retain_graph)
     try:
         with context.lock:
-            new = beginning.join(0, Output(roots))
+            new = beginning.join(0, roots)
         _all([_request(context.number, name, new, retain_graph)]).wait()
         _all(_flow(context, name, 0, None)).wait()
     finally:
@@ -98,7 +98,7 @@ def discover(
                 record = context.sent.get(message)
                 if record is None or record.token is None:
                     raise RuntimeError(GRAPH_GONE)
-                new += taking_part.join(message, Output([record.token], record))
+                new += taking_part.join(message, [record.token], record)
     return _all([_request(number, name, new, retain_graph)])
 
 

@@ -29,7 +29,7 @@ class RecvRecord:
     Attributes:
         peer, message: The sender, and the message's number on that rank.
         triggers: For each tensor, an artificial leaf from which the tensor's history begins.
-        found: Gradients stored by a backward pass, by the tensor's index in the message.
+        found: Where the current backward pass sums the tensors' gradients, by the tensor's index in the message.
     """
 
     def __init__(self, peer: int, message: int) -> None:

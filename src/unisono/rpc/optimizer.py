@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from unisono.rpc.autograd.engine import current_contexts
 from unisono.rpc.client import remote
 from unisono.rpc.exported import expose
 from unisono.rpc.rref import RRef
+from unisono.serialization.classes import class_of
 
 __all__ = ["DistributedOptimizer", "LocalOptimizer"]
 
@@ -51,11 +51,8 @@ def _parameters(value: Any) -> list[torch.Tensor]:
 
 def _class_of(name: str) -> type[torch.optim.Optimizer]:
     """Return the optimizer class with the given name. Raises ValueError if none has been imported."""
-    module, _, qualname = name.partition(":")
-    found: Any = sys.modules.get(module)
-    for part in qualname.split("."):
-        found = getattr(found, "__dict__", {}).get(part)
-    if not isinstance(found, type) or not issubclass(found, torch.optim.Optimizer):
+    found = class_of(name)
+    if found is None or not issubclass(found, torch.optim.Optimizer):
         raise ValueError(f"{name.replace(':', '.')} is not an optimizer imported on this rank")
     return found
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import builtins
-import sys
 import types
 from typing import Any
 
 from unisono import serialization
 from unisono.core.failure import text_of
 from unisono.diagnostics.tracebacks import format_error
+from unisono.serialization.classes import class_of
 
 __all__ = ["RemoteError", "packed", "rebuilt"]
 
@@ -116,8 +115,5 @@ def _joined(kind: type[BaseException]) -> type[RemoteError]:
 
 
 def _class_of(name: str) -> type[BaseException]:
-    module, _, qualname = name.partition(":")
-    found: Any = builtins if module == "builtins" else sys.modules.get(module)
-    for part in qualname.split("."):
-        found = getattr(found, "__dict__", {}).get(part)
-    return found if isinstance(found, type) and issubclass(found, Exception) else Exception
+    found = class_of(name)
+    return found if found is not None and issubclass(found, Exception) else Exception

@@ -18,7 +18,6 @@ from unisono.core.transport import Envelope, Mailbox
 from unisono.core.types import Timeout
 from unisono.core.work import positive_timeout, resolve_timeout
 from unisono.errors import CommError, CommTimeoutError, PeerLostError
-from unisono.rpc import protocol
 from unisono.rpc.autograd.engine import Contexts
 from unisono.rpc.call_future import CallFuture
 from unisono.rpc.channel import MessageChannel, control_message, words_of
@@ -26,7 +25,23 @@ from unisono.rpc.client import Client
 from unisono.rpc.context import current_agent, find_agent, leave_agent, register, set_agent, unregister
 from unisono.rpc.dispatcher import Dispatcher, Handler
 from unisono.rpc.exported import ExportTable
-from unisono.rpc.protocol import CLOSE, CONFIRM, IDLE, WorkerInfo
+from unisono.rpc.protocol import (
+    ADD,
+    ADD_ACK,
+    CANCEL,
+    CLOSE,
+    CONFIRM,
+    DISCARD,
+    DROP,
+    ERROR,
+    EXIT,
+    IDLE,
+    RELEASE,
+    REMOTE,
+    REPLY,
+    REQUEST,
+    WorkerInfo,
+)
 from unisono.rpc.receiver import Receiver
 from unisono.rpc.rref import RRef, RRefContext
 from unisono.rpc.server import CallServer
@@ -115,16 +130,14 @@ class Agent:
 
     # -- messages ------------------------------------------------------------------------------
     def _handlers(self) -> dict[int, Handler]:
-        counts = (protocol.ADD, protocol.ADD_ACK, protocol.DROP, protocol.RELEASE)
-        ends = (protocol.IDLE, protocol.CONFIRM, protocol.CLOSE)
         return {
-            **dict.fromkeys((protocol.REQUEST, protocol.REMOTE), self.server.accept),
-            **dict.fromkeys((protocol.REPLY, protocol.ERROR), self.client.replies.answered),
-            **dict.fromkeys(counts, self._count_references),
-            **dict.fromkeys(ends, self._advance_termination),
-            protocol.CANCEL: lambda message: self.server.cancel(message.peer, words_of(message)[0]),
-            protocol.EXIT: self._note_exit,
-            protocol.DISCARD: lambda message: (partial(self.contexts.discard, words_of(message)[0]), True),
+            **dict.fromkeys((REQUEST, REMOTE), self.server.accept),
+            **dict.fromkeys((REPLY, ERROR), self.client.replies.answered),
+            **dict.fromkeys((ADD, ADD_ACK, DROP, RELEASE), self._count_references),
+            **dict.fromkeys((IDLE, CONFIRM, CLOSE), self._advance_termination),
+            CANCEL: lambda message: self.server.cancel(message.peer, words_of(message)[0]),
+            EXIT: self._note_exit,
+            DISCARD: lambda message: (partial(self.contexts.discard, words_of(message)[0]), True),
         }
 
     def _count_references(self, message: Envelope) -> tuple[Task, bool]:

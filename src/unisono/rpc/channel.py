@@ -361,9 +361,8 @@ def _take_ordered(view: View, at: int, depth: int) -> tuple[torch.Tensor, int]:
 
 def _take_sparse(view: View, at: int, depth: int) -> tuple[torch.Tensor, int]:
     (coalesced, shape, indices, values), at = take_items(view, at, depth)
-    if not coalesced:
-        return torch.sparse_coo_tensor(indices, values, shape, check_invariants=True), at
-    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=True, is_coalesced=True), at
+    coalesced = bool(coalesced)
+    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=True, is_coalesced=coalesced), at
 
 
 def _take_aside(view: View, at: int, _depth: int) -> tuple[torch.Tensor, int]:

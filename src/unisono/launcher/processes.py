@@ -187,35 +187,19 @@ def share_of_cores(asked: int | None, size: int) -> int:
     return int(given) if given.isdecimal() and int(given) else max(1, cores() // size)
 
 
-def _outputs() -> tuple[Any, Any] | None:
+def _outputs() -> tuple[Connection | None, ...] | None:
     """Return the caller's stdout and stderr, which may have been redirected after the forkserver started."""
     if sys.platform == "win32":
         return None
-    return tuple(_Descriptor(number) if _is_open(number) else None for number in (1, 2))  # type: ignore[return-value]
+    return tuple(map(_passable, (1, 2)))
 
 
-def _is_open(number: int) -> bool:
+def _passable(number: int) -> Connection | None:
+    """Return a copy of a descriptor in the only form that multiprocessing passes to a child; None if it is closed."""
     try:
-        os.fstat(number)
+        return Connection(os.dup(number))
     except OSError:
-        return False
-    return True
-
-
-class _Descriptor:
-    """A file descriptor that is duplicated into a child process when it is pickled for that process."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __reduce__(self) -> Any:
-        from multiprocessing.reduction import DupFd
-
-        return _keep, (DupFd(self.number),)
-
-
-def _keep(copy: Any) -> Any:
-    return copy
+        return None
 
 
 def dump(program: Any, found: bool) -> bytes:
@@ -341,7 +325,7 @@ class WorkerSpec:
     address: tuple[str, int]
     secret: bytes
     threads: int
-    outputs: tuple[Any, Any] | None
+    outputs: tuple[Connection | None, ...] | None
     start_method: str | None
     attempt: int = 0
 
@@ -358,7 +342,7 @@ def run_worker(orders: WorkerSpec, link: Connection) -> None:
     if orders.outputs is not None:
         for number, copy in zip((1, 2), orders.outputs, strict=True):
             if copy is not None:
-                os.dup2(copy.detach(), number)
+                os.dup2(copy.fileno(), number)
     reseed_generators()
     configure_process(orders.threads)
     # Reset the start method, so that data loader workers start as they would in the caller's process, not from the

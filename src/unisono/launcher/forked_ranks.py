@@ -18,12 +18,9 @@ from typing import IO
 
 from unisono.core.frames import READ_BYTES, Frame, FrameChannel, Kind
 from unisono.host.processes import interpreter_flags
-from unisono.host.processors import cores
 
-__all__ = ["ForkedRank", "fork_obstacle", "fork_ranks", "sets_environment"]
+__all__ = ["ForkedRank", "fork_ranks", "sets_environment"]
 
-_WATCHES = ("PYTHONPROFILEIMPORTTIME", "PYTHONPERFSUPPORT", "PYTHON_PERF_JIT_SUPPORT", "PYTHONDUMPREFS")
-"""Variables that make Python trace or profile a whole process, and that `sys.flags` does not show."""
 _CHANGES = ("setdefault", "update", "pop", "clear")
 _SETTERS = ("putenv", "unsetenv", "load_dotenv")
 
@@ -63,33 +60,6 @@ class ForkedRank:
         """Record the exit status."""
         self.returncode = status
         self._ended.set()
-
-
-def fork_obstacle(command: Sequence[str], ranks: int, *, binding: str, stdin: int | None, asked: bool) -> str | None:
-    """Return the reason why a script's ranks are not forked; None if they are.
-
-    Args:
-        command: A file, or "-m" and a module, followed by the script's arguments.
-        ranks: Number of ranks on this host.
-        binding: As in `ScriptJob`.
-        stdin: The rank that reads standard input; None if no rank does.
-        asked: Whether to fork even if forking gains little or the script seems unsuitable.
-    """
-    flags = sys.flags
-    options = any((sys.warnoptions, sys._xoptions, flags.verbose, flags.inspect, flags.dev_mode))
-    reasons = {
-        "forking a process that has torch in memory is safe on Linux only": sys.platform != "linux",
-        "Python has -W, -X, -v or -i, or a variable for it, whose effect begins before the fork": (
-            options or any(map(os.environ.get, _WATCHES))
-        ),
-        "each rank is bound to processors before it imports torch": binding != "none",
-        "a rank reads standard input": stdin is not None,
-        "each rank has a core to import torch on": not asked and ranks <= cores(),
-        "the script sets variables of the environment, which torch may read when it is imported": (
-            not asked and sets_environment(command)
-        ),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def sets_environment(command: Sequence[str]) -> bool:

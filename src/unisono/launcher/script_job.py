@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from unisono.host import processors
 from unisono.host.processors import cores
-from unisono.launcher.forked_ranks import fork_obstacle
+from unisono.launcher.forked_ranks import sets_environment
 
 __all__ = ["Events", "Report", "ScriptJob"]
+
+_WATCHES = ("PYTHONPROFILEIMPORTTIME", "PYTHONPERFSUPPORT", "PYTHON_PERF_JIT_SUPPORT", "PYTHONDUMPREFS")
+"""Variables that make Python trace or profile a whole process, and that `sys.flags` does not show."""
 
 Report = dict[str, Any]
 """A rank's report about its uncaught error: its `kind`, `time`, full `text`, and `brief` text."""
@@ -75,11 +79,24 @@ class ScriptJob:
 
     def fork_obstacle(self) -> str | None:
         """Return the reason why ranks are not forked from one process; None if they are."""
-        if self.start == "plain":
-            return "that was asked for"
-        return fork_obstacle(
-            self.command, self.ranks, binding=self.binding, stdin=self.stdin, asked=self.start == "fork"
-        )
+        flags = sys.flags
+        options = any((sys.warnoptions, sys._xoptions, flags.verbose, flags.inspect, flags.dev_mode))
+        # With "fork", ranks are forked even if that gains little or the script seems unsuitable.
+        auto = self.start == "auto"
+        reasons = {
+            "that was asked for": self.start == "plain",
+            "forking a process that has torch in memory is safe on Linux only": sys.platform != "linux",
+            "Python has -W, -X, -v or -i, or a variable for it, whose effect begins before the fork": (
+                options or any(map(os.environ.get, _WATCHES))
+            ),
+            "each rank is bound to processors before it imports torch": self.binding != "none",
+            "a rank reads standard input": self.stdin is not None,
+            "each rank has a core to import torch on": auto and self.ranks <= cores(),
+            "the script sets variables of the environment, which torch may read when it is imported": (
+                auto and sets_environment(self.command)
+            ),
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
 
     def environment(self, local_rank: int, ports: tuple[int, int], attempt: int) -> dict[str, str]:
         """Return a rank's environment: the variables that torchrun also sets, and this library's own.

@@ -11,8 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from typing import IO
 
 from unisono.core import clock
@@ -59,13 +58,17 @@ class LocalHost:
             self._reports += [files.enter_context(tempfile.TemporaryFile()) for _ in range(self._job.ranks)]
             self._files = files.pop_all()
         reason = self._job.fork_obstacle()
-        with _interrupts_blocked():
+        # Ranks inherit the signal mask, and unblock SIGINT once they can exit cleanly.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
             if reason is None:
                 self._fork()
                 return
             _log.info("unisono run: each rank starts a Python of its own: %s", reason)
             for rank in range(self._job.ranks):
                 self._start(rank)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def signal(self, number: int) -> None:
         """Send a signal to each running rank."""
@@ -169,13 +172,3 @@ def _report_in(file: IO[bytes]) -> Report | None:
     except ValueError:
         return None
     return report if isinstance(report, dict) else None
-
-
-@contextmanager
-def _interrupts_blocked() -> Iterator[None]:
-    """Block SIGINT in this thread. Ranks inherit the signal mask, and unblock SIGINT once they can exit cleanly."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -8,10 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -19,47 +19,27 @@ from typing import IO
 from unisono.core.frames import READ_BYTES, Frame, FrameChannel, Kind
 from unisono.host.processes import interpreter_flags
 
-__all__ = ["ForkedRank", "fork_ranks", "sets_environment"]
+__all__ = ["StartedRank", "fork_ranks", "sets_environment"]
 
 _CHANGES = ("setdefault", "update", "pop", "clear")
 _SETTERS = ("putenv", "unsetenv", "load_dotenv")
 
 
-class ForkedRank:
-    """A rank that the template process has forked or will fork.
-
-    Before the fork, signals for the rank go to the template.
+@dataclass(slots=True)
+class StartedRank:
+    """A rank's process, or a rank that the template process will fork.
 
     Attributes:
-        pid: Process ID of the rank or, before the fork, of the template; both are session leaders.
-        returncode: The exit status; negative if a signal killed the process, None while it runs.
+        pid: Process ID of the rank or, before the fork, of the template, which gets the rank's signals until then; both
+            are session leaders.
         stdout, stderr: Pipes with the rank's output.
+        status: The exit status; negative if a signal killed the process, None while it runs.
     """
 
-    def __init__(self, pid: int, stdout: IO[bytes], stderr: IO[bytes]) -> None:
-        self.pid = pid
-        self.returncode: int | None = None
-        self.stdout = stdout
-        self.stderr = stderr
-        self._ended = threading.Event()
-
-    def poll(self) -> int | None:
-        return self.returncode
-
-    def wait(self) -> int:
-        self._ended.wait()
-        assert self.returncode is not None
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        if self.returncode is None:
-            with suppress(ProcessLookupError):
-                os.kill(self.pid, number)
-
-    def end(self, status: int) -> None:
-        """Record the exit status."""
-        self.returncode = status
-        self._ended.set()
+    pid: int
+    stdout: IO[bytes]
+    stderr: IO[bytes]
+    status: int | None = None
 
 
 def sets_environment(command: Sequence[str]) -> bool:
@@ -102,8 +82,8 @@ def fork_ranks(
     alive: int,
     reports: Sequence[int],
     on_end: Callable[[int, int], object],
-) -> tuple[list[ForkedRank], IO[bytes]]:
-    """Start the template process, which forks a script's ranks; return the ranks and the template's own output.
+) -> tuple[list[StartedRank], IO[bytes], Callable[[], None]]:
+    """Start the template process, which forks a script's ranks.
 
     Returns immediately. The template forks the ranks when it has imported torch, or starts separate interpreters if
     ranks cannot be forked.
@@ -113,7 +93,10 @@ def fork_ranks(
         environments: Environment variables of each rank.
         alive: File descriptor of a pipe that closes when this process ends.
         reports: For each rank, the descriptor of the file to which it reports an uncaught error.
-        on_end: Called in a thread with the index and exit status of each rank that ends.
+        on_end: Called with the index and exit status of each rank that ends; sets the rank's `status`.
+
+    Returns: The ranks, the template's own output, and a function that calls `on_end` and returns when all ranks have
+    ended; the caller must run it in a thread.
     """
     first = environments[0]
     shared = {name: value for name, value in first.items() if all(each.get(name) == value for each in environments)}
@@ -150,7 +133,7 @@ def fork_ranks(
     link.close()
     for writer in written:
         os.close(writer)
-    ranks = [ForkedRank(template.pid, *(os.fdopen(reader, "rb") for reader, _ in pair)) for pair in outputs]
+    ranks = [StartedRank(template.pid, os.fdopen(out, "rb"), os.fdopen(err, "rb")) for (out, _), (err, _) in outputs]
 
     def follow() -> None:
         # However this loop ends, even with a truncated frame, `_end_left` below kills the remaining ranks.
@@ -162,27 +145,24 @@ def fork_ranks(
                 _on_frame(ranks, frame, on_end)
         _end_left(ranks, template.wait(), on_end)
 
-    threading.Thread(target=follow, daemon=True).start()
     assert template.stdout is not None
-    return ranks, template.stdout
+    return ranks, template.stdout, follow
 
 
-def _on_frame(ranks: list[ForkedRank], frame: Frame, on_end: Callable[[int, int], object]) -> None:
+def _on_frame(ranks: list[StartedRank], frame: Frame, on_end: Callable[[int, int], object]) -> None:
     match frame.kind, frame.json():
         case Kind.STARTED, int(process) if frame.number in range(len(ranks)):
             ranks[frame.number].pid = process
         case Kind.ENDED, int(status) if frame.number in range(len(ranks)):
-            ranks[frame.number].end(status)
             on_end(frame.number, status)
         case _:
             raise ValueError(f"no rank {frame.number} can have {frame.kind.name.lower()}")
 
 
-def _end_left(ranks: list[ForkedRank], status: int, on_end: Callable[[int, int], object]) -> None:
+def _end_left(ranks: list[StartedRank], status: int, on_end: Callable[[int, int], object]) -> None:
     """Kill the ranks that outlived the template process, because nothing else would report their end."""
     for number, rank in enumerate(ranks):
-        if rank.returncode is None:
+        if rank.status is None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(rank.pid, signal.SIGKILL)
-            rank.end(status or 1)
             on_end(number, status or 1)

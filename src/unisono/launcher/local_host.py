@@ -11,13 +11,14 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from typing import IO
+from typing import IO, Any
 
 from unisono.core import clock
 from unisono.core.work import seconds_left
 from unisono.host.processes import interpreter_flags
-from unisono.launcher.forked_ranks import ForkedRank, fork_ranks
+from unisono.launcher.forked_ranks import StartedRank, fork_ranks
 from unisono.launcher.script_job import Events, Report, ScriptJob
 from unisono.launcher.supervisor import END_S
 
@@ -44,8 +45,10 @@ class LocalHost:
         self._ports = ports
         self._attempt = attempt
         self._events = events
-        self._ranks: list[subprocess.Popen[bytes] | ForkedRank] = []
+        self._ranks: list[StartedRank] = []
         self._readers: list[threading.Thread] = []
+        # Threads that wait for the ranks to end.
+        self._waiters: list[threading.Thread] = []
         self._files = ExitStack()
         # Files to which the ranks write their uncaught errors.
         self._reports: list[IO[bytes]] = []
@@ -72,24 +75,28 @@ class LocalHost:
 
     def signal(self, number: int) -> None:
         """Send a signal to each running rank."""
-        for process in self._ranks:
-            process.send_signal(number)
+        for rank in self._ranks:
+            if rank.status is None:
+                with suppress(ProcessLookupError):
+                    os.kill(rank.pid, number)
 
     def end(self) -> dict[int, int]:
         """Kill running ranks, and all processes that ranks have started; return each rank's exit status."""
         for number in (signal.SIGTERM, signal.SIGKILL):
-            for process in self._ranks:
+            for rank in self._ranks:
                 with suppress(ProcessLookupError, PermissionError):
-                    if number == signal.SIGKILL or process.poll() is not None:
-                        os.killpg(process.pid, number)
+                    if number == signal.SIGKILL or rank.status is not None:
+                        os.killpg(rank.pid, number)
             deadline = clock.now() + END_S
             for reader in self._readers:
                 reader.join(seconds_left(deadline))
         os.close(self._alive)
         os.close(self._held)
-        statuses = {self._job.before + rank: process.wait() for rank, process in enumerate(self._ranks)}
+        for waiter in self._waiters:
+            waiter.join()
         self._files.close()
-        return statuses
+        ranks = enumerate(self._ranks, self._job.before)
+        return {number: rank.status for number, rank in ranks if rank.status is not None}
 
     def _start(self, rank: int) -> None:
         report = self._reports[rank].fileno()
@@ -113,36 +120,38 @@ class LocalHost:
             # forwards it, and so that the rank's children can be killed together with the rank.
             start_new_session=True,
         )
-        self._follow(rank, process)
-        threading.Thread(target=lambda: self._on_end(rank, process.wait()), daemon=True).start()
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._follow(rank, StartedRank(process.pid, process.stdout, process.stderr))
+        self._start_thread(self._waiters, lambda: self._on_end(rank, process.wait()))
 
     def _fork(self) -> None:
-        ranks, messages = fork_ranks(
+        ranks, messages, wait = fork_ranks(
             self._job.command,
             [self._job.environment(rank, self._ports, self._attempt) for rank in range(self._job.ranks)],
             self._alive,
             [report.fileno() for report in self._reports],
             self._on_end,
         )
-        for rank, process in enumerate(ranks):
-            self._follow(rank, process)
-        self._read(None, 2, messages)
+        for rank, started in enumerate(ranks):
+            self._follow(rank, started)
+        self._start_thread(self._readers, self._pass_on, None, 2, messages)
+        self._start_thread(self._waiters, wait)
 
     def _on_end(self, rank: int, status: int) -> None:
+        self._ranks[rank].status = status
         self._events.ended(self._job.before + rank, status, _report_in(self._reports[rank]))
 
-    def _follow(self, rank: int, process: subprocess.Popen[bytes] | ForkedRank) -> None:
+    def _follow(self, rank: int, started: StartedRank) -> None:
         """Forward a rank's output."""
-        self._ranks.append(process)
-        assert process.stdout is not None
-        assert process.stderr is not None
-        self._read(self._job.before + rank, 1, process.stdout)
-        self._read(self._job.before + rank, 2, process.stderr)
+        self._ranks.append(started)
+        self._start_thread(self._readers, self._pass_on, self._job.before + rank, 1, started.stdout)
+        self._start_thread(self._readers, self._pass_on, self._job.before + rank, 2, started.stderr)
 
-    def _read(self, rank: int | None, stream: int, source: IO[bytes]) -> None:
-        reader = threading.Thread(target=self._pass_on, args=(rank, stream, source), daemon=True)
-        reader.start()
-        self._readers.append(reader)
+    def _start_thread(self, threads: list[threading.Thread], target: Callable[..., None], *args: Any) -> None:
+        thread = threading.Thread(target=target, args=args, daemon=True)
+        thread.start()
+        threads.append(thread)
 
     def _pass_on(self, rank: int | None, stream: int, source: IO[bytes]) -> None:
         """Forward a stream as it arrives, but hold an incomplete line back briefly to wait for its end."""

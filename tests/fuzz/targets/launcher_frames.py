@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from unisono.core.frames import Frame, Kind
-from unisono.launcher.forked_ranks import ForkedRank, _on_frame
+from unisono.launcher.forked_ranks import StartedRank, _on_frame
 from unisono.launcher.remote_host import RemoteHost, Shell
 from unisono.launcher.script_job import ScriptJob
 
@@ -43,8 +43,8 @@ def run(data: bytes) -> None:
     frame = Frame(Kind(data[0] if data else 0), data[1] if len(data) > 1 else 0, data[2:])
     RemoteHost(ScriptJob(["x.py"], RANKS, size=RANKS), (1, 2), 0, Events(), Shell("far", (), "python"))._on_frame(frame)
     if frame.kind == Kind.ENDED:
-        ranks = [ForkedRank(1, io.BytesIO(), io.BytesIO()) for _ in range(RANKS)]
+        ranks = [StartedRank(1, io.BytesIO(), io.BytesIO()) for _ in range(RANKS)]
         try:
             _on_frame(ranks, frame, lambda rank, status: Events().ended(rank, status, None))
         except ValueError:
-            assert all(rank.returncode is None for rank in ranks)
+            assert all(rank.status is None for rank in ranks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Set
 from concurrent.futures import Executor, Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -46,7 +46,7 @@ class Dask(Engine):
     def workers(self, size: int, timeout_s: float) -> Iterator[Executor]:
         distributed = required("distributed", "dask")
         deadline = clock.now() + timeout_s
-        with self._connected(distributed, size) as client, _scaled(client, size):
+        with _connected(distributed, self._client, size) as client, _scaled(client, size):
             found = self._suitable(client)
             while len(found) < size:
                 if not seconds_left(deadline):
@@ -59,17 +59,6 @@ class Dask(Engine):
             finally:
                 # Release the tasks: until then, workers keep the tasks' results.
                 executor.shutdown(wait=False)
-
-    def _connected(self, distributed: Any, size: int) -> AbstractContextManager[Any]:
-        if isinstance(self._client, str):
-            client: AbstractContextManager[Any] = distributed.Client(self._client, set_as_default=False)
-            return client
-        if self._client is not None:
-            return nullcontext(self._client)
-        try:
-            return nullcontext(distributed.get_client())
-        except ValueError:
-            return _new_client(size)
 
     def _suitable(self, client: Any) -> list[str]:
         """Return the addresses of workers that have the required resources, the least busy first."""
@@ -113,16 +102,19 @@ class Dask(Engine):
 
 
 @contextmanager
-def _new_client(size: int) -> Iterator[Any]:
-    """Connect to the scheduler in Dask's configuration, or to a new cluster on this host that the context closes."""
-    configured = required("dask.config", "dask").get("scheduler-address", None)
-    distributed = required("distributed", "dask")
-    if configured:
-        with distributed.Client(configured, set_as_default=False) as client:
-            yield client
-        return
-    options = {"n_workers": size, "threads_per_worker": 1, "processes": True, "dashboard_address": None}
-    with distributed.LocalCluster(**options) as cluster, distributed.Client(cluster, set_as_default=False) as client:
+def _connected(distributed: Any, client: Any, size: int) -> Iterator[Any]:
+    """Provide the client that an engine was given, or the first that is available; see `Dask`."""
+    if client is None:
+        with suppress(ValueError):
+            client = distributed.get_client()
+    target = client if isinstance(client, str) else None
+    with ExitStack() as opened:
+        if client is None:
+            options = {"n_workers": size, "threads_per_worker": 1, "processes": True, "dashboard_address": None}
+            configured = required("dask.config", "dask").get("scheduler-address", None)
+            target = configured or opened.enter_context(distributed.LocalCluster(**options))
+        if target is not None:
+            client = opened.enter_context(distributed.Client(target, set_as_default=False))
         yield client
 
 

@@ -147,7 +147,8 @@ class Pool(Executor):
         scheduler = self._tasks()
         content = self._rank.codec.pack(Chunk(fn, [args], kwargs))
         future: Future[T] = Future()
-        batch = TaskBatch(_name("submit", fn), 1, lambda *_: content, partial(_settle, future), _begin(future))
+        begin = future.set_running_or_notify_cancel
+        batch = TaskBatch(_name("submit", fn), 1, lambda *_: content, partial(_settle, future), begin)
         scheduler.add(batch)
         return future
 
@@ -297,10 +298,6 @@ class Pool(Executor):
 
 def _name(method: str, fn: Any) -> str:
     return f"{method}({getattr(fn, '__qualname__', type(fn).__qualname__)})"
-
-
-def _begin(future: Future[Any]) -> Callable[[], bool]:
-    return future.set_running_or_notify_cancel
 
 
 def _settle(future: Future[Any], _start: int, values: Sequence[Any], error: BaseException | None) -> None:

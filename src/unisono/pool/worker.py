@@ -113,24 +113,8 @@ class Worker:
         self._initialize = initialize
         self.trusted = trusted
         self.codec: ChunkCodec = PickleCodec() if trusted else ChunkCodec()
-        self.start: Callable[[bool], Any]
-        self.run: Callable[[bytes], Any]
-        self.stop: Callable[[], None]
-        self.start, self.run, self.stop = self._calls()
-        expose = (self.start, self.run, self.stop)
-        self.agent: Agent = Agent(comm, f"rank{comm.rank}", TIMEOUT_S, trusted=False, expose=expose, workers=1)
-        # Keep this agent out of the process's registry, so that the program's own RPC calls do not use it.
-        unregister(self.agent)
-        self.agent.when_lost.append(self._lose)
-        if 0 in self.agent.box.lost:
-            self._lose(0)
 
-    def _calls(self) -> tuple[Callable[[bool], Any], Callable[[bytes], Any], Callable[[], None]]:
-        """Return the functions that this rank exposes.
-
-        Each rank has its own functions, because ranks may be threads of one process.
-        """
-
+        # Each rank has its own functions, because ranks may be threads of one process.
         @async_execution
         def start(trusted: bool) -> Any:
             return self._later(partial(self._begin, trusted))
@@ -142,7 +126,16 @@ class Worker:
         def stop() -> None:
             self._jobs.put(None)
 
-        return start, run, stop
+        self.start: Callable[[bool], Any] = start
+        self.run: Callable[[bytes], Any] = run
+        self.stop: Callable[[], None] = stop
+        expose = (start, run, stop)
+        self.agent: Agent = Agent(comm, f"rank{comm.rank}", TIMEOUT_S, trusted=False, expose=expose, workers=1)
+        # Keep this agent out of the process's registry, so that the program's own RPC calls do not use it.
+        unregister(self.agent)
+        self.agent.when_lost.append(self._lose)
+        if 0 in self.agent.box.lost:
+            self._lose(0)
 
     def _later(self, job: Callable[[], Any]) -> Any:
         future: torch.futures.Future[Any] = torch.futures.Future()

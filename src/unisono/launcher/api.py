@@ -340,16 +340,21 @@ def launch(
     if override is not None:
         results: list[T] = override.results(fn, args, kwargs or {}, nprocs)
         return results
-    engine = _engine(on)
+    engine = None
+    if on is not None:
+        from unisono.launcher.engines import resolve
+
+        engine = resolve(on)
     if engine is not None:
         from unisono.launcher.engine_rank import Program
         from unisono.launcher.engines import run_on
 
         if seed is not None:
             raise ValueError("only simulated ranks have a seed: use backend 'sim' without on=")
+        name = backend or "auto"
         connect = partial(
             communicator_at,
-            backend=backend or "auto",
+            backend=name,
             device=device,
             timeout_s=timeout_s,
             check=check,
@@ -359,10 +364,8 @@ def launch(
             hosts=given,
             heartbeat_s=heartbeat_s,
         )
-        name = backend or "auto"
-        chosen = _device(name, device)
-        options = Options(name, chosen, timeout_s, chunk_bytes=chunk_bytes, heartbeat_s=heartbeat_s)
-        program = Program(fn, tuple(args), dict(kwargs or {}), connect, options, wrap, name, timeout_s, threads)
+        options = Options(name, _device(name, device), timeout_s, chunk_bytes=chunk_bytes, heartbeat_s=heartbeat_s)
+        program = Program(fn, tuple(args), dict(kwargs or {}), connect, options, wrap, threads)
         return conclude(run_on(engine, program, nprocs, on_failure), nprocs, on_failure)
     job = job_of(
         fn,
@@ -438,14 +441,6 @@ def heartbeat_seconds(heartbeat: Timeout | None) -> float | None:
     if seconds < HEARTBEAT_LEAST_S:
         raise ValueError(f"{name} must be at least {HEARTBEAT_LEAST_S:g} s, not {seconds:g}")
     return seconds
-
-
-def _engine(on: Executor | Engine | str | None) -> Executor | Engine | None:
-    if on is None:
-        return None
-    from unisono.launcher.engines import resolve
-
-    return resolve(on)
 
 
 def _run(job: Job, nprocs: int, on_failure: OnFailure, threads: int | None, seed: int | None) -> list[Any]:

@@ -43,8 +43,8 @@ class Program:
     Attributes:
         connect: Function that creates the communicator of all ranks after the rendezvous.
         options, wrap: Options of a replacement rank's communicator, and the wrapper around its transport. `options`
-            also determines every rank's heartbeat.
-        timeout_s: Seconds within which all ranks must arrive.
+            also has the backend that was passed to `launch`, every rank's heartbeat, and the timeout, within which all
+            ranks must arrive.
         threads: Number of torch threads per rank; if None, `share_of_cores` uses OMP_NUM_THREADS, or divides a host's
             cores among its ranks.
     """
@@ -55,8 +55,6 @@ class Program:
     connect: Callable[[Rendezvous], Communicator]
     options: Options
     wrap: Callable[[Transport], Transport] | None
-    backend: str
-    timeout_s: float
     threads: int | None
 
 
@@ -139,7 +137,7 @@ def _run_rank(watch: SocketControl, rank: int, attempt: int, size: int, payload:
     program: Program = pickle.loads(payload)
     options = program.options
     watch.set_heartbeat(options.heartbeat_s or options.timeout_s + HEARTBEAT_LEAST_S)
-    control = SocketControl(watch.address, secret, program.timeout_s, None, _REACH_WITHIN_S, rank=rank)
+    control = SocketControl(watch.address, secret, options.timeout_s, None, _REACH_WITHIN_S, rank=rank)
     with _communicator(program, control, rank, attempt, size) as comm:
         result = program.fn(comm, *program.args, **program.kwargs)
     raise_failed_saves()
@@ -156,7 +154,7 @@ def _communicator(program: Program, control: SocketControl, rank: int, attempt: 
     if attempt:
         torch.set_num_threads(share_of_cores(program.threads, size))
         return replacement(control, rank, attempt, program.options, program.wrap, share_cores)
-    claim = RankClaim(rank, size, None, clock.now() + program.timeout_s, "launch on an executor", JOB)
+    claim = RankClaim(rank, size, None, clock.now() + program.options.timeout_s, "launch on an executor", JOB)
     comm = program.connect(confirm(claim, control))
     share_cores(comm)
     return comm

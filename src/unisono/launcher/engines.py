@@ -73,17 +73,18 @@ def run_on(on: Executor | Engine, program: Program, size: int, on_failure: str) 
         CommTimeoutError: Not all ranks arrived in time.
         TypeError, ValueError: The executor or the backend cannot be used.
     """
-    if program.backend != "auto":
-        transport = transport_named(program.backend)
+    backend = program.options.backend
+    if backend != "auto":
+        transport = transport_named(backend)
         if transport.launcher == "mpirun" or (transport.in_process and size > 1):
-            raise ValueError(f"ranks of backend {program.backend!r} cannot run on an executor; leave out backend=")
+            raise ValueError(f"ranks of backend {backend!r} cannot run on an executor; leave out backend=")
     if on_failure == "replace" and not getattr(on, "replaces", False):
         raise ValueError(
             f"on_failure='replace' needs an engine that starts a lost rank again, such as 'ray', 'dask' or 'local': "
             f"{type(on).__name__} cannot"
         )
-    start_by = clock.now() + program.timeout_s
-    lent = on.workers(size, program.timeout_s) if isinstance(on, Engine) else nullcontext(on)
+    start_by = clock.now() + program.options.timeout_s
+    lent = on.workers(size, program.options.timeout_s) if isinstance(on, Engine) else nullcontext(on)
     owned = getattr(on, "starts_workers", False)
     with lent as executor, _LentRanks(executor, program, size, start_by, on_failure, owned=owned) as lent_ranks:
         found = lent_ranks.supervisor.run()
@@ -108,7 +109,7 @@ class _LentRanks(Closing):
         self._executor = executor
         self._lender = type(executor).__name__
         self._payload = by_value(program)
-        self._timeout_s = program.timeout_s
+        self._timeout_s = program.options.timeout_s
         self._size = size
         self._owned = owned
         self._start_by: float | None = start_by

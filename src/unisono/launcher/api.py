@@ -656,15 +656,9 @@ def _run_threads(job: Job, size: int, on_failure: str) -> list[Outcome]:
     done = queue.SimpleQueue[Outcome]()
 
     def main(rank: int) -> None:
-        control = hub.control()
-        try:
-            with ThreadRank():
-                result = job.run(Group.world(rank, size), control)
-            done.put(Outcome(rank, result))
-        except BaseException as error:
-            done.put(Outcome(rank, error=error))
-        finally:
-            control.close()
+        with ThreadRank():
+            outcome = job.outcome(Group.world(rank, size), hub.control())
+        done.put(outcome)
 
     def start(rank: int, attempt: int) -> None:
         threading.Thread(target=main, args=(rank,), name=f"unisono rank {rank}", daemon=True).start()

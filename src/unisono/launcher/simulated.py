@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
@@ -22,7 +22,6 @@ from unisono.core.transport import Options, Transport
 from unisono.core.types import Timeout
 from unisono.core.work import positive_timeout
 from unisono.diagnostics.tracebacks import show_errors
-from unisono.errors import CommError
 from unisono.launcher.job import Job, check_job, conclude
 from unisono.launcher.supervisor import GRACE_S, Outcome
 from unisono.simulation import EndedError, TaskScheduler, interposed, unpatched
@@ -182,7 +181,9 @@ def run_simulated(job: Job, size: int, on_failure: str, seed: int, preempt: floa
             # Use the same seed on all ranks, so that a rank's random numbers do not depend on the order in which ranks
             # run.
             with ThreadRank(seed):
-                outcome = _be(job, replace(world, rank=rank), hub)
+                outcome = job.outcome(replace(world, rank=rank), hub.control())
+            if isinstance(outcome.error, EndedError):
+                raise outcome.error
             scheduler.note("has ended" if outcome.error is None else f"has ended with {type(outcome.error).__name__}")
             ended.append(outcome)
             if outcome.error is not None and on_failure == "end":
@@ -192,26 +193,12 @@ def run_simulated(job: Job, size: int, on_failure: str, seed: int, preempt: floa
             scheduler.start(partial(main, rank), f"rank {rank}", rank, main=True)
         scheduler.run()
     for outcome in ended:
-        _mark(outcome.error, seed)
+        if outcome.error is not None:
+            how = f"un.simulate(..., seed={seed}), or {_SEED}={seed}, repeats exactly this run"
+            outcome.error.add_note(f"simulated with seed {seed}: {how}")
     results = conclude(ended, size, on_failure)
-    return Simulated(results, scheduler.now / 1e9, seed, scheduler.trace, _digest(scheduler.trace))
-
-
-def _digest(trace: Sequence[str]) -> str:
-    return blake2b("\n".join(trace).encode(), digest_size=16).hexdigest()
-
-
-def _be(job: Job, group: Group, hub: SimulatedHub) -> Outcome:
-    control = hub.control()
-    try:
-        return Outcome(group.rank, job.run(group, control))
-    except EndedError:
-        raise
-    except BaseException as error:
-        return Outcome(group.rank, error=error)
-    finally:
-        with suppress(CommError):
-            control.close()
+    digest = blake2b("\n".join(scheduler.trace).encode(), digest_size=16).hexdigest()
+    return Simulated(results, scheduler.now / 1e9, seed, scheduler.trace, digest)
 
 
 def _end_all(scheduler: TaskScheduler, size: int) -> None:
@@ -219,9 +206,3 @@ def _end_all(scheduler: TaskScheduler, size: int) -> None:
     for rank in range(size):
         for task in scheduler.of_rank(rank):
             scheduler.throw(task, EndedError())
-
-
-def _mark(error: BaseException | None, seed: int) -> None:
-    if error is not None:
-        how = f"un.simulate(..., seed={seed}), or {_SEED}={seed}, repeats exactly this run"
-        error.add_note(f"simulated with seed {seed}: {how}")

@@ -14,8 +14,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -35,7 +35,7 @@ from unisono.launcher.processes import WorkerSpec, by_value, configure_process, 
 from unisono.launcher.supervisor import END_S, MPIRUN_END_S, MPIRUN_START_S
 from unisono.serialization.functions import dumps
 
-__all__ = ["MpirunRanks", "run_rank", "running"]
+__all__ = ["MpirunRanks", "run_rank"]
 
 _ORDERS = "orders"
 _RANKS = "ranks"
@@ -76,7 +76,10 @@ class MpirunRanks(LinkedRanks):
             listener.bind(str(folder / _RANKS))
             listener.listen(size)
             command = [mpirun, *_survival(mpirun, on_failure), "-n", str(size), sys.executable, "-m", __name__, name]
-            self._process = opened.enter_context(running(command, size))
+            # Ranks print to this process's output.
+            environment = mpirun_environment(os.environ, crowded=size > cores())
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
+            opened.callback(_end, self._process)
             self._admit(listener)
             self._opened = opened.pop_all()
 
@@ -128,17 +131,6 @@ def _survival(mpirun: str, on_failure: str) -> list[str]:
     # Open MPI 4 lacks the option `--with-ft`, and kills the whole job when the first rank dies.
     version = re.search(r"Open MPI\D+(\d+)", output)
     return ["--with-ft", "ulfm"] if version and int(version[1]) >= 5 else []
-
-
-@contextmanager
-def running(command: list[str], size: int, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run mpirun with extra environment variables during the `with` block. Ranks print to this process's output."""
-    environment = mpirun_environment(os.environ, crowded=size > cores()) | variables
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
-    try:
-        yield process
-    finally:
-        _end(process)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

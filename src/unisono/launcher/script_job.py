@@ -104,7 +104,7 @@ class ScriptJob:
         UNISONO_PORT contains this library's port and torch's. A rank ignores UNISONO_PORT if torch's port differs from
         MASTER_PORT, for example in a job that another launcher starts inside a rank of this job.
         """
-        places = {
+        variables: dict[str, object] = {
             "RANK": self.before + local_rank,
             "WORLD_SIZE": self.size or self.ranks,
             "LOCAL_RANK": local_rank,
@@ -116,15 +116,13 @@ class ScriptJob:
             "UNISONO_RESTARTS": attempt,
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or max(1, cores() // self.ranks),
             "PYTHONUNBUFFERED": 1,
+            "UNISONO_BACKEND": self.backend,
+            "UNISONO_HEARTBEAT": self.heartbeat_s,
+            "UNISONO_SECRET": self.secret,
         }
-        chosen = {} if self.backend is None else {"UNISONO_BACKEND": self.backend}
-        if self.heartbeat_s is not None:
-            chosen["UNISONO_HEARTBEAT"] = str(self.heartbeat_s)
-        if self.secret is not None:
-            chosen["UNISONO_SECRET"] = self.secret
         if self.binding != "none":
-            chosen[processors.BOUND] = processors.shown(processors.placement(self.ranks, self.binding)[local_rank])
+            variables[processors.BOUND] = processors.shown(processors.placement(self.ranks, self.binding)[local_rank])
         # If this launcher runs under torchrun, drop torchrun's variables: they would make the ranks use torchrun's
         # store.
         outer = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
-        return {**outer, **{name: str(value) for name, value in places.items()}, **chosen}
+        return {**outer, **{name: str(value) for name, value in variables.items() if value is not None}}

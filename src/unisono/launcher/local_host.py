@@ -162,10 +162,8 @@ class LocalHost:
                 chunk = b""
                 if not left or select.select([source], [], [], _LINE_S)[0]:
                     chunk = os.read(source.fileno(), 1 << 16)
-                    left += chunk
-                    whole = max(left.rfind(b"\n") + 1, left.rfind(b"\r")) if chunk else len(left)
-                else:
-                    whole = len(left)
+                left += chunk
+                whole = max(left.rfind(b"\n") + 1, left.rfind(b"\r")) if chunk else len(left)
                 self._events.output(rank, stream, left[:whole])
                 ended = not chunk and not left
                 left = left[whole:]

@@ -82,8 +82,15 @@ def admitted(
         rebuilt, rank, terms = control.request_admission(seconds_left(deadline))
         backend, default_s, heartbeat_s, chunk_bytes, deterministic, check = serialization.decode(terms)
         group = Group(rebuilt.name, rank, rebuilt.members)
-        settings = Options(backend, device, default_s, control.local_host, chunk_bytes, deterministic)
-        options = replace(settings, heartbeat_s=heartbeat_s)
+        options = Options(
+            backend,
+            device,
+            default_s,
+            control.local_host,
+            chunk_bytes,
+            deterministic=deterministic,
+            heartbeat_s=heartbeat_s,
+        )
         _log.info("unisono: rank %d of %d, joined %s", rank, group.size, group.name)
         control.join(group)
         try:

@@ -114,7 +114,7 @@ class Agent:
         )
         self.contexts: Contexts = Contexts(self.rank, self.channel.send_control)
         self.client: Client = Client(
-            self.channel, self.dispatcher, self.workers, self.references, self.infos, timeout_s
+            self, self.channel, self.dispatcher, self.workers, self.references, timeout_s
         )
         self.server: CallServer = CallServer(self.channel, self.references)
         self.termination: TerminationDetector = TerminationDetector(self.box, self.alive, self._counts)

@@ -15,7 +15,7 @@ from unisono.errors import ClosedError, CommError
 from unisono.rpc import protocol
 from unisono.rpc.call_future import CallFuture
 from unisono.rpc.channel import SEND_S, MessageChannel, rollback
-from unisono.rpc.context import context, current_agent, request
+from unisono.rpc.context import Peers, context, current_agent, request
 from unisono.rpc.dispatcher import Dispatcher
 from unisono.rpc.exported import name_of
 from unisono.rpc.pending_call import PendingCall
@@ -123,44 +123,42 @@ class Client:
     """Makes calls, and waits for their replies.
 
     Args:
+        agent: The agent whose client this is.
         channel: Channel that sends the requests.
         dispatcher: Dispatcher of received messages; a thread that waits for a reply polls it.
         workers: Threads that run functions; a function that waits for another rank does not count as running.
         references: Table that creates and counts references.
-        infos: Addresses of all ranks.
         timeout_s: Default timeout, in seconds.
 
     Attributes:
         calls: The pending calls.
         replies: Object that completes calls, with replies or errors.
-        closed: Whether the client is closed, and rejects calls.
     """
 
     def __init__(
         self,
+        agent: Peers,
         channel: MessageChannel,
         dispatcher: Dispatcher,
         workers: Workers,
         references: RRefContext,
-        infos: Sequence[WorkerInfo],
         timeout_s: float,
     ) -> None:
+        self._agent = agent
         self._channel = channel
         self._dispatcher = dispatcher
         self._workers = workers
         self._references = references
-        self._infos = infos
         self._timeout_s = timeout_s
-        self._ranks: dict[Any, int] = {key: info.id for info in infos for key in (info, info.id, info.name)}
-        self.calls: PendingCalls = PendingCalls(len(infos))
+        self._ranks: dict[Any, int] = {key: info.id for info in agent.infos for key in (info, info.id, info.name)}
+        self.calls: PendingCalls = PendingCalls(len(agent.infos))
         self.replies: Replies = Replies(channel, self.calls)
-        self.closed: bool = False
 
     def rank_of(self, to: Any) -> int:
         """Return the rank of a worker, given its name, rank or `WorkerInfo`. Raises ValueError if no worker matches."""
         rank = self._ranks.get(to) if isinstance(to, Hashable) and not isinstance(to, bool) else None
         if rank is None:
-            known = ", ".join(f"{info.name!r} ({info.id})" for info in self._infos[:16])
+            known = ", ".join(f"{info.name!r} ({info.id})" for info in self._agent.infos[:16])
             raise ValueError(f"unknown rank {to!r}; known: {known}")
         return rank
 
@@ -235,7 +233,7 @@ class Client:
         return call.future
 
     def _request(self, call: PendingCall, key: Key | None, args: _Args, kwargs: _Kwargs, result: int = 0) -> None:
-        if self.closed:
+        if self._agent.closed:
             raise self.closed_error()
         channel = self._channel
         calls = self.calls
@@ -260,19 +258,19 @@ class Client:
         try:
             channel.post(peer, content, bodies, min(call.timeout, SEND_S))
         except BaseException as error:
-            # Even on an interrupt, a call that no peer will answer must not remain pending.
-            if not channel.may_arrive(peer, error):
+            if channel.may_arrive(peer, error):
+                # The peer may still receive the request. It then serves the request, or finds that it was cancelled.
+                calls.abandon(call)
+                self.replies.cancel(call)
+            else:
+                # Even on an interrupt, a call that no peer will answer must not remain pending.
                 calls.retract(call)
                 rollback(undo)
-                raise
-            # The peer may still receive the request. It then serves the request, or finds that it was cancelled.
-            calls.abandon(call)
-            self.replies.cancel(call)
             raise
-        if self.closed or peer in self._dispatcher.ended:
+        if self._agent.closed or peer in self._dispatcher.ended:
             # The peer left or this agent was closed while this call was being sent. Fail the call here, because it may
             # have been added too late to fail with the other pending calls.
-            self.replies.fail(call, self.closed_error() if self.closed else channel.box.lost[peer])
+            self.replies.fail(call, self.closed_error() if self._agent.closed else channel.box.lost[peer])
 
     def _wait(self, call: PendingCall) -> None:
         """Wait until a call has ended or timed out."""
@@ -284,14 +282,16 @@ class Client:
                 call.sleep(call.timeout - (clock.now() - call.started))
 
     def close(self) -> None:
-        """Reject new calls, and end open calls with an error."""
-        # Set `closed` first: a thread that sends a new call adds the call to the table, and only then checks `closed`.
-        self.closed = True
+        """End open calls with an error.
+
+        The agent is already closed: a thread that sends a new call adds the call to the table, and only then checks
+        whether the agent is closed.
+        """
         for call in self.calls.open():
             self.replies.fail(call, self.closed_error())
 
     def closed_error(self) -> ClosedError:
         """Return the error for calls on a closed agent."""
         rank = self._channel.rank
-        size = len(self._infos)
+        size = len(self._agent.infos)
         return ClosedError("the RPC agent of this rank is shut down", rank=rank, size=size, operation="rpc")

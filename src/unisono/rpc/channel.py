@@ -126,7 +126,7 @@ class MessageChannel:
             for index, value in enumerate(values):  # noqa: B007
                 put = _put if self.exposed.trusted else encoders.get(type(value)) or write
                 put(parts, value, MAX_DEPTH)
-            if parts.recorded:
+            if context != NO_CONTEXT:
                 message = self._agent.contexts.send(context, peer, parts.recorded)
         except BaseException as error:
             rollback(parts.undo)
@@ -137,8 +137,6 @@ class MessageChannel:
                     "RRefs and exposed functions; pass trusted=True to rpc.init on every rank to pickle other values"
                 ) from None
             raise
-        if context != NO_CONTEXT:
-            self._agent.contexts.met(context, peer)
         parts[0] = HEADER.pack(kind, number, context, message)
         return b"".join(parts), parts.bodies, parts.undo
 

@@ -50,11 +50,8 @@ class Calls(Protocol):
 class GraphRecorder(Protocol):
     """Record of the tensors with an autograd history that are sent in messages of an autograd context."""
 
-    def met(self, number: int, peer: int) -> None:
-        """Record that a message of the context is being sent to a rank."""
-
     def send(self, number: int, peer: int, tensors: list[torch.Tensor]) -> int:
-        """Record tensors that are sent to a rank in one message; return the message's number."""
+        """Record that a message with some tensors is being sent to a rank; return the message's number, or 0."""
 
     def receive(self, number: int, peer: int, message: int, tensor: torch.Tensor) -> torch.Tensor:
         """Record a received tensor. Return the tensor, connected to the sender's graph."""

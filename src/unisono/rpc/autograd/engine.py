@@ -249,16 +249,16 @@ class Contexts:
             rpc_sync(reference.owner(), backward_of, (number, reference, retain_graph))
 
     # -- recording -----------------------------------------------------------------------------
-    def met(self, number: int, peer: int) -> None:
-        """Record that a message of the context is sent to a rank."""
-        context = self.reach(number)
-        if context is not None:
-            context.peers.add(peer)
-
     def send(self, number: int, peer: int, tensors: list[torch.Tensor]) -> int:
-        """Record tensors with a history that are sent to a rank in one message; return the message's number."""
+        """Record that a message of the context is sent to a rank, with some tensors that have a history.
+
+        Returns: The message's number; 0 if it needs none, because it has no such tensors or the context has ended.
+        """
         context = self.reach(number)
         if context is None:
+            return 0
+        context.peers.add(peer)
+        if not tensors:
             return 0
         message = next(context.numbers)
         context.sent[message] = departure(tensors)

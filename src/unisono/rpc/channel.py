@@ -146,8 +146,7 @@ class MessageChannel:
         values = list[Any]()
         _, _, view.context, view.message = HEADER.unpack_from(view)
         view.channel = self
-        view.peer = envelope.peer
-        view.bodies = envelope.bodies
+        view.envelope = envelope
         view.tensors = 0
         view.refused = None
         try:
@@ -278,17 +277,16 @@ class MessageReader(bytes):
     """A received message: its bytes, and the state of the decoding.
 
     Attributes:
-        channel, peer: Channel of the receiver, and rank of the sender.
-        bodies: Tensors received separately.
+        channel: Channel of the receiver.
+        envelope: The message as received: its sender, and tensors received separately.
         context, message: Autograd context, and the number of the message in it.
-        tensors: Number of tensors in `bodies` that have been read.
+        tensors: Number of tensors received separately that have been read.
         refused: Error if a function in the message is not exposed on this rank; raised only after the whole message has
             been read, because references later in the message must be counted.
     """
 
     channel: MessageChannel
-    peer: int
-    bodies: Sequence[torch.Tensor]
+    envelope: Envelope
     context: int
     message: int
     tensors: int
@@ -369,7 +367,7 @@ def _take_aside(view: View, at: int, _depth: int) -> tuple[torch.Tensor, int]:
     shape, at = tensors.take_shape(view, at)
     if not isinstance(dtype, torch.dtype) or not isinstance(view, MessageReader):
         raise ValueError(f"a tensor of {name!r} was sent")
-    body = view.bodies[view.tensors]
+    body = view.envelope.bodies[view.tensors]
     view.tensors += 1
     # Convert the bytes of a bool to 0 or 1, because torch's operations disagree about other values.
     return (body.ne(0) if dtype == torch.bool else body.view(dtype)).reshape(shape), at
@@ -379,7 +377,7 @@ def _take_recorded(view: View, at: int, depth: int) -> tuple[torch.Tensor, int]:
     tensor, at = read(view, at, depth)
     if not isinstance(view, MessageReader) or not isinstance(tensor, torch.Tensor):
         raise ValueError("a recorded value is not a tensor")
-    return view.channel._agent.contexts.receive(view.context, view.peer, view.message, tensor), at
+    return view.channel._agent.contexts.receive(view.context, view.envelope.peer, view.message, tensor), at
 
 
 # -- functions and classes -------------------------------------------------------------------------
@@ -406,7 +404,7 @@ def _take_function(view: View, at: int, _depth: int) -> tuple[Any, int]:
         return view.channel.exposed.function(name), at
     except NotExposedError:
         view.refused = NotExposedError(
-            f"rank {view.peer} sent {name.replace(':', '.')} as a value, which is not exposed on rank "
+            f"rank {view.envelope.peer} sent {name.replace(':', '.')} as a value, which is not exposed on rank "
             f"{view.channel.rank}: put @unisono.rpc.expose above it in the code of every rank, name it in "
             "rpc.init(..., expose=[...]), or pass trusted=True to rpc.init on the rank that receives it"
         )
@@ -428,7 +426,7 @@ def _take_reference(view: View, at: int, depth: int) -> tuple[Any, int]:
         words.append(word)
     if not isinstance(view, MessageReader) or not all(type(word) is int for word in words):
         raise ValueError("a malformed reference")
-    return view.channel.references.accept(view.peer, *words), at
+    return view.channel.references.accept(view.envelope.peer, *words), at
 
 
 # -- any object, among ranks that trust each other -------------------------------------------------

@@ -28,6 +28,7 @@ import itertools
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from unisono.rpc.protocol import ADD, ADD_ACK, DROP, RELEASE
@@ -51,20 +52,19 @@ class CountedReference(Protocol):
     lost: bool
 
 
+@dataclass(slots=True)
 class _Entry:
     """Entry of an object that exists or is still to be created.
 
     Attributes:
-        counts: Number of references held by each rank.
         value: The object, opaque to this module.
+        made: Whether the object exists.
+        counts: Number of references held by each rank.
     """
 
-    __slots__ = ("counts", "made", "value")
-
-    def __init__(self) -> None:
-        self.counts: Counter[int] = Counter()
-        self.made = False
-        self.value: Any = None
+    value: Any
+    made: bool = False
+    counts: Counter[int] = field(default_factory=Counter)
 
 
 class _Numbers:
@@ -150,8 +150,7 @@ class RefCounts:
     def _entry(self, key: Key) -> _Entry:
         entry = self._entries.get(key)
         if entry is None:
-            entry = self._entries[key] = _Entry()
-            entry.value = self._blank()
+            entry = self._entries[key] = _Entry(self._blank())
         return entry
 
     def _free(self, key: Key, entry: _Entry) -> Any:

@@ -82,7 +82,10 @@ class ProcessRanks(LinkedRanks):
         self._processes: dict[int, BaseProcess] = {}
 
     def start(self, rank: int, attempt: int) -> None:
-        self._release(rank)
+        if rank in self._processes:
+            # End the rank's previous process and forget it, because its PID may be reused.
+            _end([self._processes.pop(rank)], [])
+            self.links.pop(rank).close()
         orders = WorkerSpec(
             rank,
             self.size,
@@ -97,12 +100,6 @@ class ProcessRanks(LinkedRanks):
         )
         self._processes[rank], self.links[rank] = start_process(rank, run_worker, orders)
         self.running.add(rank)
-
-    def _release(self, rank: int) -> None:
-        """End a rank's previous process and forget it, because its PID may be reused."""
-        if rank in self._processes:
-            _end([self._processes.pop(rank)], [])
-            self.links.pop(rank).close()
 
     def signs(self, rank: int) -> list[Any]:
         return [self.links[rank], self._processes[rank].sentinel]

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Executor, Future
+from contextlib import ExitStack, closing
 from functools import partial
 from typing import Any, TypeVar
 
@@ -333,15 +334,16 @@ class OwnRanks:
             )
         if kind.in_process and on is not None:
             raise ValueError(f"workers of backend {backend!r} are threads of this process: leave out on=, or backend=")
-        self._server: ControlServer | None = None
+        self._resources = ExitStack()
         self._begun: queue.SimpleQueue[Worker | BaseException] = queue.SimpleQueue()
         self._over = threading.Event()
         if kind.in_process:
             lives: list[Callable[[], object]] = [lambda: launch(self._be, size + 1, backend, (initialize,))]
         else:
             secret = secrets.token_bytes(32)
-            self._server = ControlServer(secret, "127.0.0.1" if on is None else address_for_workers(on))
-            meeting = self._server.address, secret, size + 1, backend
+            address = "127.0.0.1" if on is None else address_for_workers(on)
+            server = self._resources.enter_context(closing(ControlServer(secret, address)))
+            meeting = server.address, secret, size + 1, backend
             lives = [lambda: self._start(size, meeting, initialize, on), lambda: self._lead(meeting)]
         self._threads = [threading.Thread(target=self._live, args=(life,), daemon=True) for life in lives]
         for thread in self._threads:
@@ -349,7 +351,7 @@ class OwnRanks:
         first = self._begun.get()
         if isinstance(first, BaseException):
             self._over.set()
-            self._end_server()
+            self._resources.close()
             raise first
         self.rank = first
 
@@ -358,11 +360,7 @@ class OwnRanks:
         self._over.set()
         for thread in self._threads:
             thread.join()
-        self._end_server()
-
-    def _end_server(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        self._resources.close()
 
     def _live(self, life: Callable[[], object]) -> None:
         try:

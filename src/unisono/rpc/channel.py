@@ -168,28 +168,38 @@ class MessageChannel:
     def send(self, peer: int, head: tuple[int, int, int], values: Sequence[object]) -> None:
         """Send a reply."""
         content, bodies, undo = self.pack(peer, head, values)
-        try:
-            self.post(peer, content, bodies, SEND_S)
-        except BaseException as error:
-            # Roll back even on an interrupt: references that were not sent would otherwise remain counted forever.
-            if not self.may_arrive(peer, error):
-                rollback(undo)
-            raise
+        self.post(peer, content, bodies, SEND_S, undo)
 
     def may_arrive(self, peer: int, error: BaseException) -> bool:
         """Return whether a message may arrive although `post` failed: after a timeout, unless the receiver is lost."""
         return isinstance(error, CommTimeoutError) and peer not in self.box.lost
 
-    def post(self, peer: int, content: bytes, bodies: Sequence[torch.Tensor], timeout: float) -> None:
-        """Send a message; messages from this rank to itself are handled by another thread."""
-        if peer != self.rank:
-            self.box.send(peer, content, bodies, timeout)
-            return
-        found = self._dispatcher.dispatch(Envelope(peer, content, [body.clone() for body in bodies]))
-        if found is not None:
-            # Run the task in another thread, even if it is short: it may wait for a lock that this thread already
-            # holds.
-            self._workers.run(found[0])
+    def post(
+        self,
+        peer: int,
+        content: bytes,
+        bodies: Sequence[torch.Tensor],
+        timeout: float,
+        undo: Sequence[Callable[[], None]] = (),
+    ) -> None:
+        """Send a message, or run the actions in `undo` if it cannot arrive.
+
+        Messages from this rank to itself are handled by another thread.
+        """
+        try:
+            if peer != self.rank:
+                self.box.send(peer, content, bodies, timeout)
+            else:
+                found = self._dispatcher.dispatch(Envelope(peer, content, [body.clone() for body in bodies]))
+                if found is not None:
+                    # Run the task in another thread, even if it is short: it may wait for a lock that this thread
+                    # already holds.
+                    self._workers.run(found[0])
+        except BaseException as error:
+            # Roll back even on an interrupt: references that were not sent would otherwise remain counted forever.
+            if not self.may_arrive(peer, error):
+                rollback(undo)
+            raise
 
     def send_control(self, peer: int, kind: int, *words: int) -> None:
         """Send a few numbers, in order, unless the rank is gone. In the polling thread, only queue the numbers."""

@@ -256,7 +256,7 @@ class Client:
             # Wake the receiving thread, which may be asleep until a deadline later than this call's.
             channel.box.wake()
         try:
-            channel.post(peer, content, bodies, min(call.timeout, SEND_S))
+            channel.post(peer, content, bodies, min(call.timeout, SEND_S), undo)
         except BaseException as error:
             if channel.may_arrive(peer, error):
                 # The peer may still receive the request. It then serves the request, or finds that it was cancelled.
@@ -265,7 +265,6 @@ class Client:
             else:
                 # Even on an interrupt, a call that no peer will answer must not remain pending.
                 calls.retract(call)
-                rollback(undo)
             raise
         if self._agent.closed or peer in self._dispatcher.ended:
             # The peer left or this agent was closed while this call was being sent. Fail the call here, because it may

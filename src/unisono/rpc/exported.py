@@ -169,11 +169,9 @@ def name_of(target: Any) -> str:
 def _find_name(target: Any) -> str:
     module = getattr(target, "__module__", None)
     qualname = getattr(target, "__qualname__", None)
-    if isinstance(qualname, str) and "." not in qualname and getattr(torch, qualname, None) is target:
-        return f"torch:{qualname}"
-    short = getattr(target, "__name__", None)
-    if isinstance(short, str) and getattr(torch, short, None) is target:
-        return f"torch:{short}"
+    for name in (qualname, getattr(target, "__name__", None)):
+        if isinstance(name, str) and getattr(torch, name, None) is target:
+            return f"torch:{name}"
     if (
         not isinstance(module, str)
         or not isinstance(qualname, str)

@@ -148,8 +148,13 @@ class Pool(Executor):
         scheduler = self._tasks()
         content = self._rank.codec.pack(Chunk(fn, [args], kwargs))
         future: Future[T] = Future()
-        begin = future.set_running_or_notify_cancel
-        batch = TaskBatch(_name("submit", fn), 1, lambda *_: content, partial(_settle, future), begin)
+        batch = TaskBatch(
+            _name("submit", fn),
+            1,
+            lambda *_: content,
+            partial(_settle, future),
+            future.set_running_or_notify_cancel,
+        )
         scheduler.add(batch)
         return future
 

@@ -100,22 +100,13 @@ class Agent:
         self.workers: Workers = Workers(f"unisono rpc {name}", workers, self._adopt_thread)
         self.dispatcher: Dispatcher = Dispatcher(self.box, self.workers)
         self.receiver: Receiver = Receiver(self.box, self.dispatcher, self.workers, self._due)
+        self.channel: MessageChannel = MessageChannel(self, self.box, exposed, self.dispatcher, self.workers)
         self.references: RRefContext = RRefContext(
-            self,
-            self.box,
-            # The channel is created later, because it also sends and receives references.
-            lambda peer, kind, *words: self.channel.send_control(peer, kind, *words),
-            timeout_s,
-            self.workers,
-            self.rref_class,
+            self, self.box, self.channel.send_control, timeout_s, self.workers, self.rref_class
         )
-        self.channel: MessageChannel = MessageChannel(
-            self, self.references, self.box, exposed, self.dispatcher, self.workers
-        )
+        self.channel.references = self.references
         self.contexts: Contexts = Contexts(self.rank, self.channel.send_control)
-        self.client: Client = Client(
-            self, self.channel, self.dispatcher, self.workers, self.references, timeout_s
-        )
+        self.client: Client = Client(self, self.channel, self.dispatcher, self.workers, self.references, timeout_s)
         self.server: CallServer = CallServer(self.channel, self.references)
         self.termination: TerminationDetector = TerminationDetector(self.box, self.alive, self._counts)
         self.when_lost: list[Callable[[int], None]] = [self.contexts.lose]

@@ -69,25 +69,22 @@ class MessageChannel:
 
     Args:
         agent: The agent that uses this channel.
-        references: References of this rank.
         box: Mailbox that transports the messages.
         exposed: Functions exposed on this rank.
         dispatcher: Dispatcher of the messages that this rank sends to itself.
         workers: Threads that run the tasks for messages that this rank sends to itself.
+
+    Attributes:
+        references: References of this rank, set when they exist: they send messages on this channel.
     """
 
+    references: RRefContext
+
     def __init__(
-        self,
-        agent: Peers,
-        references: RRefContext,
-        box: Mailbox,
-        exposed: ExportTable,
-        dispatcher: Dispatcher,
-        workers: Workers,
+        self, agent: Peers, box: Mailbox, exposed: ExportTable, dispatcher: Dispatcher, workers: Workers
     ) -> None:
         _install()
         self._agent = agent
-        self.references = references
         self.box = box
         self.rank: int = box.group.rank
         self.exposed = exposed

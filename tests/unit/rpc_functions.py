@@ -82,7 +82,7 @@ def release(key: str) -> None:
 @rpc.expose
 def census() -> int:
     """Return the number of objects that the called rank keeps for others."""
-    return len(rpc.context.current_agent().references)
+    return len(rpc.context.current_agent().references.ledger)
 
 
 @rpc.expose

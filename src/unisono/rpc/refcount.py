@@ -169,6 +169,9 @@ class References:
         blank: As in `RefCounts`.
 
     Attributes:
+        ledger: Objects that this rank owns. Guarded by `lock`, as are the other tables.
+        pins: Pinned references, which were passed to another rank and not yet released: that rank and the reference, by
+            token.
         freed: Unreferenced values, to be released when their finalizers can run safely.
     """
 
@@ -180,7 +183,7 @@ class References:
         self._tokens = itertools.count(1)
         self._numbers: dict[int, Any] = {}
         self._unused: set[tuple[int, Key]] = set()
-        self._pins: dict[int, tuple[int, CountedReference]] = {}
+        self.pins: dict[int, tuple[int, CountedReference]] = {}
         self._adding: dict[int, tuple[int, int, int, CountedReference]] = {}
         self._dropped: deque[tuple[int, Key]] = deque()
         self._gone: set[int] = set()
@@ -213,7 +216,7 @@ class References:
             return 0, lambda: self.dropped(owner, key, peer)
         token = next(self._tokens)
         with self.lock:
-            self._pins[token] = peer, handle
+            self.pins[token] = peer, handle
         return token, lambda: self._unpin(token)
 
     def take(self, passer: int, owner: int, key: Key, token: int, handle: CountedReference) -> None:
@@ -258,11 +261,6 @@ class References:
                 # flight, and the `DROP` must arrive after it.
                 self._send(owner, DROP, *key)
 
-    @property
-    def pins(self) -> int:
-        """Return the number of pinned references: those passed to another rank, and not yet released."""
-        return len(self._pins)
-
     # -- messages from other ranks -------------------------------------------------------------
     def arrived(self, peer: int, kind: int, words: tuple[int, ...]) -> None:
         """Handle a protocol message. Messages from one rank must be handled one at a time, in order."""
@@ -282,7 +280,7 @@ class References:
         with self.lock:
             self._gone.add(peer)
             freed, orphans = self.ledger.lose(peer)
-            pins = [self._pins.pop(token) for token, (holder, _) in list(self._pins.items()) if holder == peer]
+            pins = [self.pins.pop(token) for token, (holder, _) in list(self.pins.items()) if holder == peer]
             waiting = [tag for tag, (owner, *_) in self._adding.items() if owner == peer]
         for tag in waiting:
             self._added(tag, known=False)
@@ -305,4 +303,4 @@ class References:
 
     def _unpin(self, token: int) -> None:
         with self.lock:
-            self.freed.append(self._pins.pop(token, None))
+            self.freed.append(self.pins.pop(token, None))

@@ -87,9 +87,6 @@ class RRefContext(References):
         self._workers = workers
         self._kind = kind
 
-    def __len__(self) -> int:
-        return len(self.ledger)
-
     def flush(self) -> None:
         """Notify owners that this rank has dropped references."""
         super().flush()

@@ -62,7 +62,7 @@ def killed(comm: un.Communicator) -> Any:
         comm.barrier()
     assert rpc.rpc_sync(1, add, (1,)) == 2
     assert wait_until(lambda: census() == 0 and rpc.rpc_sync(1, census) == 0)
-    assert agent.references.pins == 0
+    assert not agent.references.pins
     started = time.monotonic()
     rpc.shutdown(timeout=30.0)
     return time.monotonic() - started < 25.0

@@ -135,7 +135,7 @@ class World:
         for rank in self.alive:
             here = self.ranks[rank]
             assert len(here.ledger) == 0, "objects are kept that nobody refers to"
-            assert here.pins == 0, "references are kept that were passed on"
+            assert not here.pins, "references are kept that were passed on"
             assert not here._adding
 
 

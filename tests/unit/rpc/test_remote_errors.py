@@ -108,7 +108,7 @@ def test_rejected_argument_leaks_nothing() -> None:
             with pytest.raises(rpc.NotExposedError):
                 rpc.rpc_sync(1, echo, ([unexposed, rref],))
         del rref, theirs
-        assert wait_until(lambda: (agent.idle(), len(agent.references), agent.references.pins) == (True, 0, 0))
+        assert wait_until(lambda: agent.idle() and not agent.references.ledger and not agent.references.pins)
         assert wait_until(lambda: rpc.rpc_sync(1, census) == 0)
 
     run_ranks(on_rank_0(program), 2)

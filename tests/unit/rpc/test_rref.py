@@ -74,7 +74,7 @@ def test_object_outlives_its_calls(how: str) -> None:
 
         def after_it_was_dropped(call: Any, message: Any) -> Any:
             if call.target.endswith(b".add"):
-                assert wait_until(lambda: len(references) == (how == "remote"))
+                assert wait_until(lambda: len(references.ledger) == (how == "remote"))
             return run(call, message)
 
         if comm.rank == 1:
@@ -146,7 +146,7 @@ def life(comm: un.Communicator) -> Any:
         assert back.rpc_sync().add(1) == 19
         del counter, back
         assert wait_until(lambda: rpc.rpc_sync(1, census) == 0)
-        assert wait_until(lambda: rpc.context.current_agent().references.pins == 0)
+        assert wait_until(lambda: not rpc.context.current_agent().references.pins)
     rpc.shutdown(timeout=20.0)
     return True
 
@@ -202,9 +202,9 @@ def test_last_local_reference_frees_immediately() -> None:
     with un.init() as comm:
         agent = rpc.init(comm)
         rref = rpc.RRef([1])
-        assert len(agent.references) == 1
+        assert len(agent.references.ledger) == 1
         del rref
-        assert wait_until(lambda: len(agent.references) == 0)
+        assert wait_until(lambda: len(agent.references.ledger) == 0)
         rpc.shutdown()
 
 

@@ -223,7 +223,7 @@ class ControlServer:
 
     def _watch(self, connection: Connection) -> None:
         """Make the selector report when unsent bytes can be sent, if there are any."""
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.waiting else 0)
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
         if connection.watched != events:
             connection.watched = events
             self._selector.modify(connection.peer, events, connection)
@@ -285,7 +285,7 @@ class Connection:
         serves: Number of the client, which is the `number` of its first connection.
         clean_exit: Whether the client has announced that it will leave.
         watched: Socket events that the selector reports for this connection.
-        waiting: Whether bytes are queued because the client has not yet read earlier bytes.
+        unsent: Bytes that are queued because the client has not yet read earlier bytes.
         error: The error that has ended the connection.
     """
 
@@ -298,11 +298,7 @@ class Connection:
         self.error: Exception | None = None
         self._host = ""
         self.watched = EVENT_READ
-        self._unsent = bytearray()
-
-    @property
-    def waiting(self) -> bool:
-        return bool(self._unsent)
+        self.unsent: bytearray = bytearray()
 
     def limit_silence(self, seconds: float) -> None:
         """End the connection once the client's host has been silent for `seconds`."""
@@ -322,34 +318,20 @@ class Connection:
 
         Raises `OSError` if the connection has ended, or if the peer leaves too many bytes unread.
         """
-        self._queue(self._channel.encode(kind, content))
-
-    def _queue(self, data: bytes) -> None:
-        if self._unsent:
-            self._unsent += data
-            if len(self._unsent) > _MAX_UNREAD_BYTES:
-                raise ConnectionError("the peer does not read what is sent to it")
-            return
-        sent = self._send(data)
-        self._unsent += memoryview(data)[sent:]
+        self.unsent += self._channel.encode(kind, content)
+        if len(self.unsent) > _MAX_UNREAD_BYTES:
+            raise ConnectionError("the peer does not read what is sent to it")
+        self.flush()
 
     def flush(self) -> None:
         """Send as much as possible now."""
-        while self._unsent:
-            sent = self._send(self._unsent)
-            if not sent:
-                return
-            del self._unsent[:sent]
+        with contextlib.suppress(BlockingIOError):
+            while self.unsent:
+                del self.unsent[: self.peer.send(self.unsent)]
 
     def flush_until(self, deadline: float) -> None:
         """Send as many of the remaining bytes as possible before the deadline."""
         self.flush()
-        while self._unsent and (left_s := deadline - clock.now()) > 0:
+        while self.unsent and (left_s := deadline - clock.now()) > 0:
             select([], [self.peer], [], left_s)
             self.flush()
-
-    def _send(self, data: bytes | bytearray) -> int:
-        try:
-            return self.peer.send(data)
-        except BlockingIOError:
-            return 0

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from unisono.control.replies import Outgoing, failed, pushed
 from unisono.core.failure import Cause, left_error, waited_for
 
-__all__ = ["ExchangeEntry", "Groups"]
+__all__ = ["ExchangeEntry", "GroupState", "Groups"]
 
 
 class ExchangeEntry(NamedTuple):
@@ -26,7 +26,16 @@ class ExchangeEntry(NamedTuple):
 
 
 @dataclass(slots=True)
-class _GroupState:
+class GroupState:
+    """State of a group. A group that does not exist has no members.
+
+    Attributes:
+        present: The client of each rank that is currently in the group.
+        left: Ranks that have left or were lost.
+        cause: The group's first failure.
+        met: Whether the members have exchanged something.
+    """
+
     name: str
     size: int
     members: tuple[int, ...] = ()
@@ -37,24 +46,17 @@ class _GroupState:
     met: bool = False
 
     @property
-    def known(self) -> set[int]:
-        """Return every rank that has ever joined."""
-        return self.present.keys() | self.left
+    def awaited(self) -> set[int]:
+        """Return the ranks that are in the group or may still join it."""
+        return set(range(self.size)) - self.left
 
     @property
     def complete(self) -> bool:
-        return len(self.present) + len(self.left) == self.size
+        """Return whether every rank has joined at some point.
 
-    def fail(self, cause: Cause) -> Outgoing:
-        """Unless the group has already failed, store the cause, notify every member, and fail all current exchanges."""
-        if self.cause is not None:
-            return []
-        self.cause = cause
-        out: Outgoing = [(client, pushed(self.name, cause)) for client in self.present.values()]
-        for exchange in self.exchanges.values():
-            out += [(entry.client, failed(entry.request, cause)) for entry in exchange.values()]
-        self.exchanges.clear()
-        return out
+        True for a group that does not exist, because a group is dropped only once all its ranks have joined and left.
+        """
+        return len(self.present) + len(self.left) == self.size
 
 
 class Groups:
@@ -74,7 +76,7 @@ class Groups:
     ) -> None:
         self._on_failure = on_failure
         self._on_end = on_end
-        self._groups: dict[str, _GroupState] = {}
+        self._groups: dict[str, GroupState] = {}
         self._ranks: dict[int, dict[str, int]] = {}
         self._gathering: set[str] = set()
 
@@ -89,12 +91,12 @@ class Groups:
         answer: str | None = None,
     ) -> Outgoing:
         """Add a rank to a group. Idempotent per client. A conflicting join fails a group that is still forming."""
-        group = self._groups.setdefault(name, _GroupState(name, size))
+        group = self._groups.setdefault(name, GroupState(name, size))
         group.members = group.members or tuple(members)
         contradiction = self._contradiction(group, client, rank, size)
         if contradiction is not None:
             cause = Cause("MismatchError", rank, contradiction)
-            return [*([] if group.complete else self._fail(group, cause)), (client, failed(request, cause))]
+            return [*([] if group.complete else self.fail(name, cause)), (client, failed(request, cause))]
         group.present[rank] = client
         self._ranks.setdefault(client, {})[name] = rank
         out: Outgoing = [(client, (request, "ok", answer))]
@@ -105,18 +107,22 @@ class Groups:
 
     def _missed(self, name: str) -> Outgoing:
         """Fail subgroups that are still forming and are waiting for a rank that has left the group."""
-        parent = self._groups.get(name)
+        parent = self.of(name)
         parts = [self._groups[each] for each in sorted(self._gathering) if each.rpartition("/")[0] == name]
         out: Outgoing = []
-        left = {parent.members[rank] for rank in parent.left} if parent is not None and parts and parent.members else ()
+        left = {parent.members[rank] for rank in parent.left} if parts and parent.members else ()
         for part in parts:
-            missing = [r for r, number in enumerate(part.members) if number in left and r not in part.known]
+            missing = [
+                r
+                for r, number in enumerate(part.members)
+                if number in left and r not in part.present and r not in part.left
+            ]
             if missing:
                 message = f"rank {missing[0]} was lost before it joined {part.name}"
-                out += self._fail(part, Cause("PeerLostError", missing[0], message))
+                out += self.fail(part.name, Cause("PeerLostError", missing[0], message))
         return out
 
-    def _contradiction(self, group: _GroupState, client: int, rank: int, size: int) -> str | None:
+    def _contradiction(self, group: GroupState, client: int, rank: int, size: int) -> str | None:
         if size != group.size:
             return (
                 f"rank {rank} declares {size} ranks for {group.name}, other ranks {group.size}; start all of them "
@@ -136,9 +142,9 @@ class Groups:
         A process can be replaced until the members have exchanged something, because members don't know each other
         before their first exchange.
         """
-        group = self._groups.get(name)
-        rank = self._ranks.get(client, {}).get(name)
-        if group is None or rank is None or group.met or group.cause is not None:
+        group = self.of(name)
+        rank = self.rank_of(client, name)
+        if rank is None or group.met or group.cause is not None:
             return False
         del self._ranks[client][name]
         del group.present[rank]
@@ -164,9 +170,7 @@ class Groups:
 
     def leave_all(self, client: int) -> Outgoing:
         """Leave every group cleanly."""
-        out: Outgoing = []
-        for name in list(self._ranks.get(client, ())):
-            out += self.leave(client, name)
+        out = [reply for name in self.names(client) for reply in self.leave(client, name)]
         self._ranks.pop(client, None)
         return out
 
@@ -178,13 +182,13 @@ class Groups:
             del group.present[rank]
             group.left.add(rank)
             message = f"rank {rank} was lost: {outage or 'its process ended without closing the communicator'}"
-            out += self._fail(group, Cause("PeerLostError", rank, message))
+            out += self.fail(name, Cause("PeerLostError", rank, message))
             out += self._missed(name) + self._forget_if_over(group)
         return out
 
     def exchange(self, client: int, request: int, name: str, topic: str, content: bytes, agree: bool) -> Outgoing:
         """Store a rank's contribution until all ranks have contributed."""
-        rank = self._ranks.get(client, {}).get(name)
+        rank = self.rank_of(client, name)
         if rank is None:
             return [(client, failed(request, Cause("CommError", None, f"this rank has not joined {name}")))]
         group = self._groups[name]
@@ -210,49 +214,37 @@ class Groups:
 
         `report` contains what the waiting rank found out about the missing ranks.
         """
-        group = self._groups.get(name)
-        exchange = group.exchanges.get(topic) if group is not None else None
-        if group is None or exchange is None:
+        missing = self.missing(name, topic)
+        if not missing:
             return []
-        missing = [rank for rank in range(group.size) if rank not in exchange]
         kind = "DeadlockError" if deadlock else "CommTimeoutError"
-        return self._fail(group, Cause(kind, missing[0], waited_for(missing, waited_s, topic) + report))
+        return self.fail(name, Cause(kind, missing[0], waited_for(missing, waited_s, topic) + report))
 
-    def fail(self, name: str, cause: Cause) -> tuple[Cause, Outgoing]:
-        """Fail the group, and return its first failure: `cause`, unless the group had already failed."""
-        group = self._groups.get(name)
-        out = [] if group is None else self._fail(group, cause)
-        return (group and group.cause) or cause, out
+    def missing(self, name: str, topic: str) -> list[int]:
+        """Return the ranks that have not joined an exchange yet; none if no rank waits in such an exchange."""
+        group = self.of(name)
+        exchange = group.exchanges.get(topic)
+        return [] if exchange is None else [rank for rank in range(group.size) if rank not in exchange]
+
+    def fail(self, name: str, cause: Cause) -> Outgoing:
+        """Unless the group has already failed, store the cause, notify every member, and fail all current exchanges."""
+        group = self.of(name)
+        if name not in self._groups or group.cause is not None:
+            return []
+        group.cause = cause
+        out: Outgoing = [(client, pushed(name, cause)) for client in group.present.values()]
+        for exchange in group.exchanges.values():
+            out += [(entry.client, failed(entry.request, cause)) for entry in exchange.values()]
+        group.exchanges.clear()
+        return out + self._on_failure(name, cause)
 
     def fail_all(self, cause: Cause) -> Outgoing:
         """Fail every group."""
-        return [reply for group in list(self._groups.values()) for reply in self._fail(group, cause)]
+        return [reply for name in list(self._groups) for reply in self.fail(name, cause)]
 
-    def _fail(self, group: _GroupState, cause: Cause) -> Outgoing:
-        return [] if group.cause is not None else [*group.fail(cause), *self._on_failure(group.name, cause)]
-
-    def cause(self, name: str) -> Cause | None:
-        """Return the group's first failure; None if it has not failed."""
-        group = self._groups.get(name)
-        return group.cause if group is not None else None
-
-    def complete(self, name: str) -> bool:
-        """Return whether every rank has joined at some point.
-
-        Returns True for an unknown group, because a group is dropped only once all its ranks have joined and left.
-        """
-        group = self._groups.get(name)
-        return group is None or group.complete
-
-    def present(self, name: str) -> dict[int, int]:
-        """Return the client of each rank that is currently in the group."""
-        group = self._groups.get(name)
-        return {} if group is None else dict(group.present)
-
-    def awaited(self, name: str) -> set[int]:
-        """Return the ranks that are in the group or may still join it."""
-        group = self._groups.get(name)
-        return set() if group is None else set(range(group.size)) - group.left
+    def of(self, name: str) -> GroupState:
+        """Return a group, or an empty one if it does not exist."""
+        return self._groups.get(name) or GroupState(name, 0)
 
     def first_of_all(self) -> dict[int, tuple[str, int]]:
         """Return each client's first group, and its rank there; clients without a group are omitted."""
@@ -280,9 +272,9 @@ class Groups:
         client = group.present.pop(rank)
         self._ranks[client].pop(name, None)
         group.left.add(rank)
-        return [(client, pushed(name, cause)), *self._fail(group, cause)]
+        return [(client, pushed(name, cause)), *self.fail(name, cause)]
 
-    def _forget_if_over(self, group: _GroupState) -> Outgoing:
+    def _forget_if_over(self, group: GroupState) -> Outgoing:
         if len(group.left) < group.size:
             return []
         del self._groups[group.name]

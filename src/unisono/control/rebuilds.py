@@ -81,7 +81,7 @@ class Rebuilds:
         out: Outgoing = []
         for key in [key for key in self._open if key[0] == name]:
             rebuild = self._open[key]
-            present = self._groups.present(name)
+            present = self._groups.of(name).present
             # Drop the calls of ranks that have left: these ranks no longer wait for an answer.
             for rank in rebuild.calls.keys() - present.keys():
                 del rebuild.calls[rank]
@@ -101,7 +101,7 @@ class Rebuilds:
         if rebuild is None:
             return []
         out: Outgoing = []
-        for rank in self._groups.present(name).keys() - rebuild.calls.keys():
+        for rank in self._groups.of(name).present.keys() - rebuild.calls.keys():
             message = f"rank {rank} did not call rebuild within {waited_s:.1f} s; the other ranks continued without it"
             out += self._groups.expel(name, rank, Cause("AbortedError", rank, message))
         out += self.look(name)

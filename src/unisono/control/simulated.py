@@ -26,28 +26,13 @@ class SimulatedHub(LocalHub):
         super().__init__()
         self.request_s = request_s
         self.notice_s = notice_s
-        self._ranks: dict[tuple[int, str], tuple[int, int]] = {}
-        self._missing: dict[tuple[str, str], set[int]] = {}
 
     def make(self, client: int) -> SimulatedControl:
         return SimulatedControl(self, client)
 
-    def handle(self, client: int, number: int, words: tuple[Any, ...]) -> None:
-        if words[0] == "join":
-            self._ranks[client, words[1]] = words[2:4]
-        elif words[0] == "exchange" and (client, words[1]) in self._ranks:
-            rank, size = self._ranks[client, words[1]]
-            missing = self._missing.get((words[1], words[2]))
-            if missing is None:
-                missing = self._missing[words[1], words[2]] = set(range(size))
-            missing.discard(rank)
-            if not missing:
-                del self._missing[words[1], words[2]]
-        super().handle(client, number, words)
-
-    def missing(self, group: str, topic: str) -> set[int]:
+    def awaited(self, group: str, topic: str) -> list[int]:
         """Return the ranks that have not joined an exchange."""
-        return self._missing.get((group, topic), set())
+        return self._state.awaited(group, topic)
 
 
 class SimulatedControl(LocalControl):
@@ -80,7 +65,7 @@ class SimulatedControl(LocalControl):
             return f"for the key {words[1]!r}"
         if words[0] != "exchange":
             return f"for an answer to {words[0]!r}"
-        return f"for {name_ranks(self._hub.missing(words[1], words[2]))} to join {words[2]!r} of {words[1]}"
+        return f"for {name_ranks(self._hub.awaited(words[1], words[2]))} to join {words[2]!r} of {words[1]}"
 
     def die(self) -> None:
         """Die without a message; the other ranks are notified slightly later, as after a broken connection."""

@@ -120,7 +120,7 @@ class ControlState:
 
     def _on_get(self, client: int, request: int, key: str, group: str = "") -> Outgoing:
         """Answer when the key is set. If a group is given, its failure also ends the wait."""
-        cause = self._groups.cause(group) if group else None
+        cause = self._groups.of(group).cause if group else None
         if cause is not None:
             return [(client, failed(request, cause))]
         value = self._keys.get(key, client, request)
@@ -166,7 +166,7 @@ class ControlState:
 
     def _on_leave(self, client: int, request: int, name: str, last: bool = False) -> Outgoing:
         """Leave a group. With `last`, answer only once all ranks have left or the group has failed."""
-        if last and self._groups.knows(name) and self._groups.cause(name) is None:
+        if last and self._groups.knows(name) and self._groups.of(name).cause is None:
             self._leaving.setdefault(name, {})[client] = request
             return [*self._groups.leave(client, name), *self._look([name])]
         return [*self._groups.leave(client, name), *self._look([name]), (client, (request, "ok", None))]
@@ -189,20 +189,26 @@ class ControlState:
 
     def _missing(self, name: str) -> str:
         """Return lines for a group's error text that say why ranks are missing, as far as known."""
-        if "/" in name or self._groups.complete(name):
+        group = self._groups.of(name)
+        if "/" in name or group.complete:
             return ""
-        present = self._groups.present(name)
-        return "".join(f"\n  {why}" for who, why in self._absences.items() if who not in present)
+        return "".join(f"\n  {why}" for who, why in self._absences.items() if who not in group.present)
+
+    def awaited(self, name: str, topic: str) -> list[int]:
+        """Return the ranks that have not joined an exchange for which other ranks are waiting."""
+        return self._groups.missing(name, topic)
 
     def _on_fail(self, client: int, request: int, name: str, kind: str, rank: int | None, message: str) -> Outgoing:
-        first, out = self._groups.fail(name, Cause(kind, rank, message))
+        cause = Cause(kind, rank, message)
+        out = self._groups.fail(name, cause)
+        first = self._groups.of(name).cause or cause
         return [*out, (client, (request, "ok", (first.kind, first.rank, first.message)))]
 
     def _on_fail_all(self, client: int, request: int, kind: str, message: str) -> Outgoing:
         return [*self._groups.fail_all(Cause(kind, None, message)), (client, (request, "ok", None))]
 
     def _on_cause(self, client: int, request: int, name: str) -> Outgoing:
-        cause = self._groups.cause(name)
+        cause = self._groups.of(name).cause
         return [(client, (request, "ok", None if cause is None else (cause.kind, cause.rank, cause.message)))]
 
     # -- surveys -----------------------------------------------------------------------------------
@@ -210,7 +216,7 @@ class ControlState:
         """Query the activity of a group's members, or of all clients that are in any group."""
         labels = self._groups.first_of_all()
         if name is not None:
-            labels = {other: (name, rank) for rank, other in self._groups.present(name).items()}
+            labels = {other: (name, rank) for rank, other in self._groups.of(name).present.items()}
         return self._surveys.start_query(client, request, labels)
 
     def _on_answer(self, client: int, request: int, number: int, content: bytes) -> Outgoing:
@@ -228,7 +234,7 @@ class ControlState:
         """
         names = self._groups.all_names() if name is None else [name]
         out = [reply for each in names for reply in self._stops.request(each, reason)]
-        asked = {other for each in names for other in self._groups.present(each).values()}
+        asked = {other for each in names for other in self._groups.of(each).present.values()}
         return [*out, (client, (request, "ok", len(asked)))]
 
     def _on_passed(self, client: int, request: int, name: str, count: int) -> Outgoing:
@@ -237,13 +243,13 @@ class ControlState:
 
     def _on_verdict(self, client: int, request: int, name: str) -> Outgoing:
         """Answer with the boundary at which all ranks of the group stop, once it is known; a failure ends the wait."""
-        cause = self._groups.cause(name)
+        cause = self._groups.of(name).cause
         return self._stops.ask(client, request, name) if cause is None else [(client, failed(request, cause))]
 
     def _on_unreported(self, client: int, request: int, name: str, waited_s: float, report: str = "") -> Outgoing:
         """Handle a rank's timeout while it waits for the stop boundary: if ranks have not reported, fail the group."""
         cause = self._stops.unreported(name, waited_s, report)
-        out = [] if cause is None else self._groups.fail(name, cause)[1]
+        out = [] if cause is None else self._groups.fail(name, cause)
         return [*out, (client, (request, "ok", None))]
 
     # -- debugging ---------------------------------------------------------------------------------
@@ -287,7 +293,7 @@ class ControlState:
             )
             cause = Cause("MismatchError", rank, message)
             name = f"{job}{number}"
-            out = [] if self._groups.complete(name) else self._groups.fail(name, cause)[1]
+            out = [] if self._groups.of(name).complete else self._groups.fail(name, cause)
             return [*out, (client, failed(request, cause))]
         self._registrations[job, rank] = number + 1, process, client
         # Drop the reason for the rank's absence, which would be wrong for a later absence.

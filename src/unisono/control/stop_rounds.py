@@ -48,7 +48,7 @@ class StopRounds:
         if name in self._rounds or not self._groups.knows(name):
             return []
         self._rounds[name] = _StopRound(reason)
-        return [(client, (0, "boundary", (name, reason))) for client in self._groups.present(name).values()]
+        return [(client, (0, "boundary", (name, reason))) for client in self._groups.of(name).present.values()]
 
     def joined(self, client: int, name: str) -> Outgoing:
         """Push a group's round to a member that joined after the round began."""
@@ -79,7 +79,7 @@ class StopRounds:
         if current is None:
             return []
         if current.verdict is None:
-            if not self._groups.awaited(name) <= current.passed.keys():
+            if not self._groups.of(name).awaited <= current.passed.keys():
                 return []
             current.verdict = max(current.passed.values(), default=0) + 1
         waiting = current.waiting
@@ -89,7 +89,7 @@ class StopRounds:
     def unreported(self, name: str, waited_s: float, report: str) -> Cause | None:
         """Return a failure that names the ranks that have not reported; None if all have, or if there is no round."""
         current = self._rounds.get(name)
-        missing = [] if current is None else sorted(self._groups.awaited(name) - current.passed.keys())
+        missing = [] if current is None else sorted(self._groups.of(name).awaited - current.passed.keys())
         if not missing:
             return None
         ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:8]))}{' and more' * (len(missing) > 8)}"

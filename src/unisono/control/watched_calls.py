@@ -168,7 +168,7 @@ class WatchedCalls(ControlState):
 
     def _on_settle(self, client: int, request: int) -> Outgoing:
         """Answer whether the watched ranks have failed, once all reports that they have written are compared."""
-        return [(client, (request, "ok", self._groups.cause(self._world) is not None))]
+        return [(client, (request, "ok", self._groups.of(self._world).cause is not None))]
 
     def _read_reports(self) -> Outgoing:
         """Handle the reports that clients have written to shared memory."""
@@ -297,7 +297,7 @@ class WatchedCalls(ControlState):
         waiting = [asked for _, _, call in self._open() for asked in call.asked]
         for group in self._known.values():
             group.calls.clear()
-        return [*self._groups.fail(self._world, cause)[1], *((client, failed(at, cause)) for client, at in waiting)]
+        return [*self._groups.fail(self._world, cause), *((client, failed(at, cause)) for client, at in waiting)]
 
     # -- failures ----------------------------------------------------------------------------------
     def _on_fail(self, client: int, request: int, name: str, kind: str, rank: int | None, message: str) -> Outgoing:
@@ -324,7 +324,7 @@ class WatchedCalls(ControlState):
     ) -> Outgoing:
         """Take a `BlockedRank` for the next `examine`. The client gets no reply."""
         # Once the watch has reported a failure, the ranks remain blocked until they exit.
-        if not self._over and self._groups.cause(self._world) is None:
+        if not self._over and self._groups.of(self._world).cause is None:
             self._blocked.append(BlockedRank(rank, group, number, call, for_s, tuple(peers), aside))
         return []
 

@@ -12,6 +12,7 @@ from unisono.control.replies import Outgoing, failed
 from unisono.control.request_form import check_form
 from unisono.control.status_queries import StatusQueries
 from unisono.control.stop_rounds import StopRounds
+from unisono.control.waiting_requests import WaitingRequests
 from unisono.core.failure import Cause
 
 __all__ = ["ControlState"]
@@ -56,10 +57,9 @@ class ControlState:
         self._keys = KeyValueStore()
         self._groups = Groups(self._group_failed, self._group_over)
         self._surveys = StatusQueries()
-        self._stops = StopRounds(self._groups)
+        self._waiting = WaitingRequests()
+        self._stops = StopRounds(self._groups, self._waiting)
         self._rebuilds = Rebuilds(self._groups)
-        self._waits: dict[tuple[int, int], str] = {}
-        self._leaving: dict[str, dict[int, int]] = {}
         self._registrations: dict[tuple[str, int], tuple[int, str, int]] = {}
         self._clients: set[int] = set()
         self._labels: dict[int, str] = {}
@@ -116,42 +116,40 @@ class ControlState:
 
     # -- the store ---------------------------------------------------------------------------------
     def _on_set(self, client: int, request: int, key: str, value: bytes) -> Outgoing:
-        return [*self._wake(self._keys.set(key, value), value), (client, (request, "ok", None))]
+        self._keys[key] = value
+        return [*self._wake(key), (client, (request, "ok", None))]
 
     def _on_get(self, client: int, request: int, key: str, group: str = "") -> Outgoing:
         """Answer when the key is set. If a group is given, its failure also ends the wait."""
         cause = self._groups.of(group).cause if group else None
         if cause is not None:
             return [(client, failed(request, cause))]
-        value = self._keys.get(key, client, request)
-        if value is None and group:
-            self._waits[client, request] = group
+        value = self._keys.get(key)
+        if value is None:
+            self._waiting.add(client, request, ("key", key), group)
         return [] if value is None else [(client, (request, "ok", value))]
 
     def _on_forget(self, client: int, request: int, other: int) -> Outgoing:
-        self._keys.forget(client, other)
+        self._waiting.forget(client, other)
         self._rebuilds.forget(client, other)
-        self._stops.forget(client, other)
-        self._waits.pop((client, other), None)
-        self._forget_leaving(client, other)
         return [(client, (request, "ok", None))]
 
     def _on_add(self, client: int, request: int, key: str, amount: int) -> Outgoing:
         try:
-            total, waiting = self._keys.add(key, amount)
+            total = self._keys.add(key, amount)
         except ValueError:
             return [(client, failed(request, Cause("CommError", None, f"the key {key!r} holds no number to add to")))]
-        return [*self._wake(waiting, b"%d" % total), (client, (request, "ok", total))]
+        return [*self._wake(key), (client, (request, "ok", total))]
 
     def _on_compare_set(self, client: int, request: int, key: str, expected: bytes, desired: bytes) -> Outgoing:
-        value, waiting = self._keys.compare_set(key, expected, desired)
-        return [*self._wake(waiting, value), (client, (request, "ok", value))]
+        value = self._keys.compare_set(key, expected, desired)
+        return [*self._wake(key), (client, (request, "ok", value))]
 
     def _on_check(self, client: int, request: int, keys: list[str]) -> Outgoing:
-        return [(client, (request, "ok", self._keys.check(keys)))]
+        return [(client, (request, "ok", all(key in self._keys for key in keys)))]
 
     def _on_delete(self, client: int, request: int, key: str) -> Outgoing:
-        return [(client, (request, "ok", self._keys.delete(key)))]
+        return [(client, (request, "ok", self._keys.pop(key, None) is not None))]
 
     def _on_num_keys(self, client: int, request: int) -> Outgoing:
         return [(client, (request, "ok", len(self._keys)))]
@@ -167,7 +165,7 @@ class ControlState:
     def _on_leave(self, client: int, request: int, name: str, last: bool = False) -> Outgoing:
         """Leave a group. With `last`, answer only once all ranks have left or the group has failed."""
         if last and self._groups.knows(name) and self._groups.of(name).cause is None:
-            self._leaving.setdefault(name, {})[client] = request
+            self._waiting.add(client, request, ("left", name))
             return [*self._groups.leave(client, name), *self._look([name])]
         return [*self._groups.leave(client, name), *self._look([name]), (client, (request, "ok", None))]
 
@@ -321,12 +319,8 @@ class ControlState:
         label = self._labels.pop(client, None)
         if label is not None:
             self._on_left(label)
-        self._keys.forget(client)
+        self._waiting.forget(client)
         self._rebuilds.forget(client)
-        for wait in [wait for wait in self._waits if wait[0] == client]:
-            del self._waits[wait]
-        self._forget_leaving(client)
-        self._stops.forget(client)
         return self._surveys.forget(client)
 
     def _look(self, names: Sequence[str]) -> Outgoing:
@@ -334,38 +328,30 @@ class ControlState:
         return [reply for name in names for reply in (*self._rebuilds.look(name), *self._stops.look(name))]
 
     # -- relations between groups and keys ---------------------------------------------------------
-    def _wake(self, waiting: list[tuple[int, int]], value: bytes) -> Outgoing:
-        for wait in waiting:
-            self._waits.pop(wait, None)
-        return [(client, (request, "ok", value)) for client, request in waiting]
+    def _wake(self, key: str) -> Outgoing:
+        """Answer the requests that wait for a key, if it is set."""
+        value = self._keys.get(key)
+        return [] if value is None else self._answer_waiting(("key", key), value)
+
+    def _answer_waiting(self, event: tuple[str, str], value: object = None) -> Outgoing:
+        return [(client, (request, "ok", value)) for client, request in self._waiting.take(event)]
 
     def _group_failed(self, name: str, cause: Cause) -> Outgoing:
         """Fail the waits that depend on a failed group, and answer the ranks that are leaving it."""
-        out: Outgoing = []
-        for client, request in [wait for wait, group in self._waits.items() if group == name]:
-            del self._waits[client, request]
-            self._keys.forget(client, request)
-            out.append((client, failed(request, cause)))
-        out += self._release_leaving(name)
-        return out + [(client, failed(request, cause)) for client, request in self._stops.drop(name)]
-
-    def _forget_leaving(self, client: int, request: int | None = None) -> None:
-        """Remove a client's pending waits for the other ranks to leave."""
-        for waiting in self._leaving.values():
-            if request in (None, waiting.get(client)):
-                waiting.pop(client, None)
+        self._stops.drop(name)
+        out = [(client, failed(request, cause)) for client, request in self._waiting.take_failed(name)]
+        return out + self._answer_waiting(("left", name))
 
     def _group_over(self, name: str) -> Outgoing:
-        """Delete the keys of a group that all ranks have left, and answer the requests that wait for its end."""
+        """Delete the keys of a group that all ranks have left, and answer the requests that wait for its end.
+
+        The ranks that have left have stayed connected so far, so that nothing that they sent is lost.
+        """
         self._on_end(name)
-        out = self._release_leaving(name)
+        self._stops.drop(name)
         parts = self._groups.below(name)
         self._keys.drop(_prefixes(name), tuple(prefix for part in parts for prefix in _prefixes(part)))
-        return out + [(client, (request, "ok", None)) for client, request in self._stops.drop(name)]
-
-    def _release_leaving(self, name: str) -> Outgoing:
-        """Answer the ranks that have left a group, but stay connected so that nothing that they sent is lost."""
-        return [(client, (request, "ok", None)) for client, request in self._leaving.pop(name, {}).items()]
+        return [*self._answer_waiting(("left", name)), *self._answer_waiting(("stop", name))]
 
 
 def _prefixes(name: str) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from unisono.control.groups import Groups
 from unisono.control.replies import Outgoing
+from unisono.control.waiting_requests import WaitingRequests
 from unisono.core.failure import Cause
 
 __all__ = ["StopRounds"]
@@ -18,13 +19,11 @@ class _StopRound:
     Attributes:
         reason: Reason given with the request.
         passed: Number of step boundaries that each rank had passed when the request arrived.
-        waiting: Pending requests for `verdict`; each is from a client that has reached its next boundary.
         verdict: Number of the boundary at which all ranks stop; None until all ranks have reported.
     """
 
     reason: str
     passed: dict[int, int] = field(default_factory=dict)
-    waiting: list[tuple[int, int]] = field(default_factory=list)
     verdict: int | None = None
 
 
@@ -37,10 +36,12 @@ class StopRounds:
 
     Args:
         groups: The groups of the job.
+        waiting: Receives the requests for the stop boundary, each from a client that has reached its next boundary.
     """
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: Groups, waiting: WaitingRequests) -> None:
         self._groups = groups
+        self._waiting = waiting
         self._rounds: dict[str, _StopRound] = {}
 
     def request(self, name: str, reason: str) -> Outgoing:
@@ -67,10 +68,9 @@ class StopRounds:
         """Accept a request for the stop boundary, which is answered once all ranks have reported."""
         # A rank requests the stop boundary only after receiving the stop request, so a missing round means that the
         # group has failed or ended in the meantime.
-        current = self._rounds.get(name)
-        if current is None:
+        if name not in self._rounds:
             return [(client, (request, "ok", None))]
-        current.waiting.append((client, request))
+        self._waiting.add(client, request, ("stop", name), name)
         return self.look(name)
 
     def look(self, name: str) -> Outgoing:
@@ -82,9 +82,7 @@ class StopRounds:
             if not self._groups.of(name).awaited <= current.passed.keys():
                 return []
             current.verdict = max(current.passed.values(), default=0) + 1
-        waiting = current.waiting
-        current.waiting = []
-        return [(client, (request, "ok", current.verdict)) for client, request in waiting]
+        return [(client, (request, "ok", current.verdict)) for client, request in self._waiting.take(("stop", name))]
 
     def unreported(self, name: str, waited_s: float, report: str) -> Cause | None:
         """Return a failure that names the ranks that have not reported; None if all have, or if there is no round."""
@@ -96,12 +94,6 @@ class StopRounds:
         text = f"waited {waited_s:.1f} s for {ranks} to report the current step, so that all can stop at the same one"
         return Cause("CommTimeoutError", missing[0], text + report)
 
-    def drop(self, name: str) -> list[tuple[int, int]]:
-        """End the round of a failed or ended group. Return the pending requests for the stop boundary."""
-        current = self._rounds.pop(name, None)
-        return [] if current is None else current.waiting
-
-    def forget(self, client: int, request: int | None = None) -> None:
-        """Drop a client's pending request; if `request` is None, drop all of the client's pending requests."""
-        for current in self._rounds.values():
-            current.waiting = [wait for wait in current.waiting if wait[0] != client or request not in (None, wait[1])]
+    def drop(self, name: str) -> None:
+        """End the round of a failed or ended group."""
+        self._rounds.pop(name, None)

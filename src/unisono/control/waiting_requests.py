@@ -1,0 +1,41 @@
+"""Requests to the control plane that wait for an event."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+__all__ = ["WaitingRequests"]
+
+Event = tuple[str, str]
+
+
+class WaitingRequests:
+    """Requests that are answered once something has happened, such as a key that is set, or a group that has ended.
+
+    A request is identified by its client and its number. An event is a kind, and the name of a key or a group.
+    """
+
+    def __init__(self) -> None:
+        self._requests: dict[tuple[int, int], tuple[Event, str]] = {}
+
+    def add(self, client: int, request: int, event: Event, group: str = "") -> None:
+        """Let a request wait for an event. If a group is given, its failure also ends the wait."""
+        self._requests[client, request] = event, group
+
+    def take(self, event: Event) -> list[tuple[int, int]]:
+        """Remove and return the requests that wait for an event."""
+        return self._take(lambda _, wait: wait[0] == event)
+
+    def take_failed(self, group: str) -> list[tuple[int, int]]:
+        """Remove and return the requests whose wait ends because a group has failed."""
+        return self._take(lambda _, wait: wait[1] == group)
+
+    def forget(self, client: int, request: int | None = None) -> None:
+        """Remove a client's request; if `request` is None, remove all of the client's requests."""
+        self._take(lambda who, _: who[0] == client and request in (None, who[1]))
+
+    def _take(self, chosen: Callable[[tuple[int, int], tuple[Event, str]], bool]) -> list[tuple[int, int]]:
+        found = [who for who, wait in self._requests.items() if chosen(who, wait)]
+        for who in found:
+            del self._requests[who]
+        return found

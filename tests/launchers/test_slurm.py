@@ -18,6 +18,7 @@ from launcher_helpers import BATCH, expect, task
 from unisono.bootstrap import find, slurm
 from unisono.bootstrap.slurm import MAX_HOSTS, SlurmStep, expand, port_of, step
 from unisono.control import sockets
+from unisono.control.local import LocalControl
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -148,7 +149,8 @@ def test_process_outside_a_step_is_single(
     assert step() is None
     with caplog.at_level(logging.WARNING, "unisono"):
         place = find()
-    assert (place.rank, place.size, place.server) == (0, 1, None)
+    assert (place.rank, place.size) == (0, 1)
+    assert isinstance(place.control, LocalControl)
     assert "a world of one; start the ranks with srun" in place.source
     assert [f"the job has {tasks} tasks" in text for text in caplog.messages] == [True] * (tasks is not None)
     place.close()

@@ -235,14 +235,11 @@ class MpiAbortGuard:
 
     def await_closing(self, rendezvous: Rendezvous) -> None:
         """Count `rendezvous` as open until it is closed, because other ranks may be waiting for this process."""
-        release = rendezvous.release
         self._open += 1
+        rendezvous.closing.callback(self._note_closed)
 
-        def close() -> None:
-            self._open -= 1
-            release()
-
-        rendezvous.release = close
+    def _note_closed(self) -> None:
+        self._open -= 1
 
     def fail(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Report the error as `sys.excepthook` does, then abort the job."""

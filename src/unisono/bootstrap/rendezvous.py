@@ -10,6 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from unisono.control import LocalHub
@@ -94,10 +95,6 @@ def env_number(name: str) -> int | None:
         raise ValueError(f"{name} is {text!r}, which is not a number") from None
 
 
-def _nothing() -> None:
-    """Do nothing: there is nothing to release."""
-
-
 @dataclass(slots=True)
 class Rendezvous:
     """This process's rank in the job, and its connection to the control plane.
@@ -109,10 +106,10 @@ class Rendezvous:
         rank, size: This process's rank, and the number of ranks.
         local_rank: This process's rank on its host; None if unknown.
         control: This process's handle to the control plane.
-        server: The server of the control plane if this process hosts it, else None.
         address: Address at which the other ranks can reach this host.
         name: Name of the group of all ranks, different for each `init` of a job.
         source: How the rank and the rendezvous were found, as one line for the log.
+        closing: What `close` does after it has closed `control`.
         network: Backend that "auto" uses between hosts; "" if it depends on the hosts.
     """
 
@@ -120,19 +117,16 @@ class Rendezvous:
     size: int
     local_rank: int | None
     control: ControlPlane
-    server: ControlServer | None
     address: str
     name: str
     source: str
-    release: Callable[[], None] = field(default=_nothing, repr=False)
+    closing: ExitStack = field(default_factory=ExitStack, repr=False)
     network: str = ""
 
     def close(self) -> None:
         """Leave the job without an error. A server in this process runs until the other ranks have left. Idempotent."""
-        release = self.release
-        self.release = _nothing
         self.control.close()
-        release()
+        self.closing.close()
 
 
 # -- servers of this process -----------------------------------------------------------------------
@@ -273,21 +267,21 @@ def meet(claim: RankClaim, address: tuple[str, int], secret: bytes, lease: Lease
         CommError: As for `find`.
     """
     lost: MovedError | None = None
-    try:
+    with ExitStack() as closing:
+        if lease is not None:
+            closing.callback(lease.release)
         while True:
             try:
                 patience_s = max(claim.left_s, 0.1)
-                return confirm(claim, SocketControl(address, secret, patience_s, host_rank=0, rank=claim.rank), lease)
+                place = confirm(claim, SocketControl(address, secret, patience_s, host_rank=0, rank=claim.rank))
+                place.closing = closing.pop_all()
+                return place
             except MovedError as error:
                 lost = error
             except CommTimeoutError as error:
                 if lost is not None:
                     error.add_note(f"rank 0 was reached before: {lost}")
                 raise
-    except BaseException:
-        if lease is not None:
-            lease.release()
-        raise
 
 
 def claim_rank(claim: RankClaim, address: tuple[str, int], secret: bytes) -> None:
@@ -315,15 +309,12 @@ def claim_rank(claim: RankClaim, address: tuple[str, int], secret: bytes) -> Non
         control.close()
 
 
-def confirm(
-    claim: RankClaim, control: SocketControl, lease: Lease | None = None, moved: Callable[[], bool] | None = None
-) -> Rendezvous:
+def confirm(claim: RankClaim, control: SocketControl, moved: Callable[[], bool] | None = None) -> Rendezvous:
     """Return the rendezvous at the server to which `control` is connected, once all ranks have joined.
 
     Args:
         claim: This process's claim.
         control: This rank's handle, which is closed on failure.
-        lease: The lease on the server if this process hosts it, else None.
         moved: Function that returns whether the rendezvous has moved to another address; polled until rank 0 has
             joined.
 
@@ -341,10 +332,7 @@ def confirm(
         if ended and isinstance(error, CommError):
             raise MovedError(error.message) from error
         raise
-    server, release = (None, _nothing) if lease is None else (lease.server, lease.release)
-    return Rendezvous(
-        claim.rank, claim.size, claim.local_rank, control, server, control.local_host, name, claim.source, release
-    )
+    return Rendezvous(claim.rank, claim.size, claim.local_rank, control, control.local_host, name, claim.source)
 
 
 def _gather(claim: RankClaim, control: SocketControl, moved: Callable[[], bool] | None) -> str:
@@ -395,4 +383,4 @@ def alone(_request: InitRequest) -> Rendezvous:
     close_at_exit(control)
     name = f"alone{next(_worlds_of_one)}"
     control.join(Group.world(0, 1, name))
-    return Rendezvous(0, 1, 0, control, None, "127.0.0.1", name, "no launcher and no init_method: a world of one")
+    return Rendezvous(0, 1, 0, control, "127.0.0.1", name, "no launcher and no init_method: a world of one")

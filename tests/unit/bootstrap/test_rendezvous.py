@@ -17,6 +17,7 @@ from waiting import is_refused, run_concurrently, wait_until
 
 from unisono.bootstrap import Rendezvous, find
 from unisono.control.client import SocketControl
+from unisono.control.local import LocalControl
 from unisono.control.server import ControlServer
 from unisono.control.sockets import find_secret
 from unisono.core.group import Group
@@ -30,7 +31,8 @@ Start = Callable[..., "subprocess.Popen[str]"]
 # -- the ways --------------------------------------------------------------------------------------
 def test_single_rank() -> None:
     place, other = find(), find()
-    assert (place.rank, place.size, place.server, place.address) == (0, 1, None, "127.0.0.1")
+    assert (place.rank, place.size, place.address) == (0, 1, "127.0.0.1")
+    assert isinstance(place.control, LocalControl)
     assert place.name != other.name
     assert place.control.exchange(Group.world(0, 1, place.name), "x", 5, 1.0) == [5]
     assert "world of one" in place.source
@@ -47,7 +49,7 @@ def test_empty_variables_count_as_unset(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 RANK = """
-    import os, sys
+    import os, sys, threading
     from unisono.bootstrap import find
     from unisono.core.group import Group
 
@@ -57,7 +59,8 @@ RANK = """
     def say(place):
         group = Group.world(place.rank, place.size, place.name)
         values = place.control.exchange(group, "hello", (place.rank, place.name), 20.0)
-        print(values, place.address, place.server is not None)
+        serves = any(thread.name == "unisono control server" for thread in threading.enumerate())
+        print(values, place.address, serves)
 
     one = find(*given, timeout_s=20.0)
     two = find(*given, timeout_s=20.0)

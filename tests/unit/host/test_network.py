@@ -180,7 +180,7 @@ def test_ranks_have_a_gpu_each_whatever_its_number(
         here.gpus = seen[rank]
         control = hub.control()
         control.join(Group.world(rank, 3))
-        place = Rendezvous(rank, 3, None, control, None, "127.0.0.1", "world", "a test")
+        place = Rendezvous(rank, 3, None, control, "127.0.0.1", "world", "a test")
         return api.discover(place, None, 20.0).gpus
 
     assert run_concurrently(*(partial(discovered, rank) for rank in range(3))) == [own] * 3

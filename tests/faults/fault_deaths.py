@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from fault_rows import DEATH_S, LATE_S, LONG_S, ODD, SHORT_S, SIZE, fault, odd
-from insides import control_of
+from insides import control_of, cut
 
 from unisono.errors import AbortedError, CommTimeoutError, PeerLostError
 
@@ -67,7 +67,7 @@ def _(comm: Any) -> None:
 def _(comm: Any) -> None:
     comm.barrier()
     if odd(comm):
-        control_of(comm).lose()
+        cut(control_of(comm))
     # In shared memory many calls complete before the death is reported.
     while True:
         comm.all_reduce(torch.ones(4), timeout=LONG_S)

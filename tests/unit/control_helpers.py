@@ -13,18 +13,13 @@ from unisono.control.client_base import ControlClient
 from unisono.core.failure import Cause
 from unisono.core.group import Group
 
-__all__ = ["SECRET", "SOON", "Make", "Told", "die", "everywhere", "world"]
+__all__ = ["SECRET", "SOON", "Make", "Told", "everywhere", "world"]
 
 
 SECRET = b"of the tests"
 SOON = 10.0
 
 Make = Callable[[], ControlClient]
-
-
-def die(control: ControlClient) -> None:
-    """End a handle as a killed process does."""
-    control.lose()  # type: ignore[attr-defined]  # both kinds have it
 
 
 class Told:

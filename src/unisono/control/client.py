@@ -234,10 +234,6 @@ class SocketControl(ControlClient):
             if other.reply is None:
                 other.awake.set()
 
-    def lose(self) -> None:
-        """Disconnect abruptly, as if this process had been killed; for tests."""
-        self._connection.hang_up()
-
     def _stop(self) -> None:
         """Handle the end of the connection.
 

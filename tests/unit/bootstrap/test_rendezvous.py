@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from bootstrap_helpers import SOON, meet
+from insides import cut
 from waiting import is_refused, run_concurrently, wait_until
 
 from unisono.bootstrap import Rendezvous, find
@@ -220,7 +221,7 @@ def test_rank_that_is_killed_while_others_gather_may_come_again(port: int) -> No
         control = SocketControl(("127.0.0.1", port), find_secret(), SOON)
         name = control.register_rank("world", 1, 3, "the first process of rank 1")
         control.join(Group.world(1, 3, name))
-        control.lose()
+        cut(control)
         control.close()
         killed.set()
 
@@ -242,7 +243,7 @@ def test_lost_rank_that_does_not_come_again_is_named(port: int) -> None:
     def killed() -> None:
         control = SocketControl(("127.0.0.1", port), find_secret(), SOON)
         control.join(Group.world(1, 3, control.register_rank("world", 1, 3, "another process")))
-        control.lose()
+        cut(control)
         control.close()
 
     found, _ = run_concurrently(lambda: find(f"tcp://127.0.0.1:{port}", 0, 3, 0.5), killed)
@@ -257,7 +258,7 @@ def test_rank_that_is_lost_at_a_later_init_is_named(port: int) -> None:
     def lost() -> None:
         control = SocketControl(("127.0.0.1", port), find_secret(), SOON)
         control.join(Group.world(1, 2, control.register_rank("world", 1, 2, "a new process of rank 1")))
-        control.lose()
+        cut(control)
         control.close()
 
     first[1].close()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 
 import pytest
-from control_helpers import SOON, Make, Told, die, everywhere, world
+from control_helpers import SOON, Make, Told, everywhere, world
+from insides import cut
 from waiting import run_concurrently
 
 import unisono as un
@@ -37,7 +38,7 @@ def test_timeout_names_missing_ranks_to_all(make: Make) -> None:
 
 def test_death_is_reported_to_waiting_and_other_ranks(make: Make) -> None:
     controls, groups, told = world(make, 3)
-    waiting = run_concurrently(lambda: controls[0].exchange(groups[0], "x", 1, SOON), lambda: die(controls[1]))[0]
+    waiting = run_concurrently(lambda: controls[0].exchange(groups[0], "x", 1, SOON), lambda: cut(controls[1]))[0]
     assert isinstance(waiting, PeerLostError)
     assert str(waiting) == "rank 0 of 3: rank 1 was lost: its process ended without closing the communicator"
     assert (waiting.peer, waiting.rank) == (1, 0)
@@ -54,7 +55,7 @@ def test_first_cause_is_kept(make: Make) -> None:
     assert controls[1].report_failure(groups[1], first) == first
     assert controls[0].first_cause(groups[0], SOON) == first
     assert controls[0].report_failure(groups[0], Cause("AbortedError", 0, "later")) == first
-    die(controls[1])
+    cut(controls[1])
     with pytest.raises(MismatchError, match="rank 0 of 2: rank 1 differs"):
         controls[0].exchange_unless_equal(groups[0], "x", 1, SOON)
     assert told[0].only() == first

@@ -13,6 +13,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from insides import cut
 from waiting import is_refused, run_concurrently, wait_until
 
 from unisono.control.client import SocketControl
@@ -128,7 +129,7 @@ def test_killed_process_is_named_within_a_second(server: ControlServer, client: 
     assert time.monotonic() - killed_at[0] < 1.0
     assert caught.value.peer == 1
     # A second death changes nothing: the first cause stays.
-    third.lose()
+    cut(third)
     with pytest.raises(PeerLostError, match="rank 1 was lost"):
         client.exchange(group, "another", 1, SOON)
     third.close()

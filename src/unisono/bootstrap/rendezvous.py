@@ -10,7 +10,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 
 from unisono.control import LocalHub
@@ -267,14 +267,14 @@ def meet(claim: RankClaim, address: tuple[str, int], secret: bytes, lease: Lease
         CommError: As for `find`.
     """
     lost: MovedError | None = None
-    with ExitStack() as closing:
+    with ExitStack() as release:
         if lease is not None:
-            closing.callback(lease.release)
+            release.callback(lease.release)
         while True:
             try:
                 patience_s = max(claim.left_s, 0.1)
                 place = confirm(claim, SocketControl(address, secret, patience_s, host_rank=0, rank=claim.rank))
-                place.closing = closing.pop_all()
+                place.closing = release.pop_all()
                 return place
             except MovedError as error:
                 lost = error
@@ -294,19 +294,14 @@ def claim_rank(claim: RankClaim, address: tuple[str, int], secret: bytes) -> Non
             group's ranks also get the error.
     """
     try:
-        control = SocketControl(address, secret, _CLAIM_WITHIN_S)
-    except CommError:
-        return
-    try:
-        # Wait until the other process has joined, so that its claim precedes this process's claim.
-        control.get(f"{claim.job}1/{_OPEN}", _CLAIM_WITHIN_S)
-        control.register_rank(claim.job, claim.rank, claim.size, _process(os.getpid()))
+        with closing(SocketControl(address, secret, _CLAIM_WITHIN_S)) as control:
+            # Wait until the other process has joined, so that its claim precedes this process's claim.
+            control.get(f"{claim.job}1/{_OPEN}", _CLAIM_WITHIN_S)
+            control.register_rank(claim.job, claim.rank, claim.size, _process(os.getpid()))
     except MismatchError:
         raise
     except CommError:
         return
-    finally:
-        control.close()
 
 
 def confirm(claim: RankClaim, control: SocketControl, moved: Callable[[], bool] | None = None) -> Rendezvous:

@@ -10,8 +10,8 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, NoReturn
 
@@ -103,7 +103,7 @@ def find_on(comm: Any, source: str, deadline: float, secret: str | bytes | None 
     exchange = _HelloExchange(comm, claim)
     if claim.rank == 0:
         held = acquire(f"mpi/{secrets.token_hex(8)}", known, _address(exchange.collect()), 0, restarts=False)
-        exchange.publish((*held.server.address, known))
+        exchange.send((*held.server.address, known), range(1, claim.size))
         rendezvous = meet(claim, held.server.address, known, held)
     else:
         host, port, known = exchange.receive()
@@ -131,38 +131,34 @@ def _address(hosts_by_rank: list[tuple[str, str]]) -> str:
         return outward
 
 
+@dataclass(frozen=True, slots=True)
 class _HelloExchange:
     """Sends short messages from all ranks to rank 0 and back, with a time limit and without pickle."""
 
-    def __init__(self, comm: Any, claim: RankClaim) -> None:
-        self._comm = comm
-        self._claim = claim
+    comm: Any
+    claim: RankClaim
 
     def collect(self) -> list[tuple[str, str]]:
         """On rank 0, collect every rank's host. If ranks are missing, notify the other ranks and raise an error."""
         mine = (host_identity(), socket.gethostname())
-        memory = {rank: bytearray(_MAX_BYTES) for rank in range(1, self._claim.size)}
-        waiting = {rank: self._comm.Irecv([memory[rank], _byte()], rank, _TAG) for rank in memory}
-        if not clock.poll_until(lambda: _all_done(waiting), self._claim.deadline, spins=1):
+        memory = {rank: bytearray(_MAX_BYTES) for rank in range(1, self.claim.size)}
+        waiting = {rank: self.comm.Irecv([memory[rank], _byte()], rank, _TAG) for rank in memory}
+        if not clock.poll_until(lambda: _all_done(waiting), self.claim.deadline, spins=1):
             missing = sorted(waiting)
             for request in waiting.values():
                 request.Cancel()
                 request.Free()
-            self._send(("missing", missing), [rank for rank in memory if rank not in missing])
+            self.send(("missing", missing), [rank for rank in memory if rank not in missing])
             raise self._missing(missing)
         return [mine, *(_read(memory[rank]) for rank in memory)]
 
-    def publish(self, address: tuple[str, int, bytes]) -> None:
-        """Send rank 0's address to all other ranks."""
-        self._send(address, range(1, self._claim.size))
-
     def receive(self) -> tuple[str, int, bytes]:
         """Send this rank's host to rank 0, and return rank 0's address."""
-        self._send((host_identity(), socket.gethostname()), [0])
+        self.send((host_identity(), socket.gethostname()), [0])
         memory = bytearray(_MAX_BYTES)
-        waiting = {0: self._comm.Irecv([memory, _byte()], 0, _TAG)}
+        waiting = {0: self.comm.Irecv([memory, _byte()], 0, _TAG)}
         # Wait a little longer than the deadline: rank 0 waits until its own deadline before it reports missing ranks.
-        if not clock.poll_until(lambda: _all_done(waiting), self._claim.deadline + _GRACE_S, spins=1):
+        if not clock.poll_until(lambda: _all_done(waiting), self.claim.deadline + _GRACE_S, spins=1):
             waiting[0].Cancel()
             waiting[0].Free()
             raise self._missing([0])
@@ -172,16 +168,17 @@ class _HelloExchange:
         host, port, secret = address
         return host, port, secret
 
-    def _send(self, message: object, ranks: Any) -> None:
+    def send(self, message: object, ranks: Iterable[int]) -> None:
+        """Send a message, and wait until the ranks have received it, or until shortly after the deadline."""
         data = FrameChannel().encode(Kind.HELLO, serialization.encode(message))
         # The messages are so short that MPI buffers them, so their memory can be reused before they are received.
-        sent = {rank: self._comm.Isend([data, _byte()], rank, _TAG) for rank in ranks}
-        clock.poll_until(lambda: _all_done(sent), self._claim.deadline + _GRACE_S, spins=1)
+        sent = {rank: self.comm.Isend([data, _byte()], rank, _TAG) for rank in ranks}
+        clock.poll_until(lambda: _all_done(sent), self.claim.deadline + _GRACE_S, spins=1)
 
     def _missing(self, ranks: list[int]) -> CommTimeoutError:
         listed = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
         return CommTimeoutError(
-            f"rank {listed} of the {self._claim.size} that the launcher started did not call init in time. "
+            f"rank {listed} of the {self.claim.size} that the launcher started did not call init in time. "
             "Is it alive, and does every rank call init?",
             peer=ranks[0],
         )

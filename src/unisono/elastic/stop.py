@@ -35,8 +35,6 @@ _LOOK_EVERY_S = 0.5
 _DUPLICATE_S = 1.0
 """Seconds within which a repeated signal is ignored: a scheduler and a launcher may both send it."""
 
-_sources: weakref.WeakKeyDictionary[Communicator, StopSources] = weakref.WeakKeyDictionary()
-
 
 def batches(comm: Communicator, batches: Iterable[T]) -> Iterator[T]:
     """Yield batches until the loader is exhausted, or until all ranks stop at the same step.
@@ -66,7 +64,7 @@ def batches(comm: Communicator, batches: Iterable[T]) -> Iterator[T]:
         >>> first == second
         True
     """
-    if comm.latest not in _sources:
+    if not boundaries_of(comm).followers:
         free = _is_main_thread() and _handler(signal.SIGTERM) is signal.SIG_DFL
         enable(comm, [signal.SIGTERM] if free else [])
     iterator = iter(batches)
@@ -226,7 +224,6 @@ class StopSources(Closing):
     def _follow(self, comm: Communicator) -> None:
         """From now on, send stop requests to this communicator."""
         self._comm = weakref.ref(comm, self._on_drop)
-        _sources[comm] = self
 
     def _on_drop(self, dropped: weakref.ref[Communicator]) -> None:
         # Stop the thread here, because a communicator that is dropped without `close` is closed in the background, and

@@ -95,9 +95,8 @@ class CallControl(SocketControl):
 
         Returns: Whether all ranks have exited, whether a rank has reported nothing lately, and an overdue call or None.
         """
-        for each in blocked:
-            self.tell("blocked", *each)
-        ended, quiet, overdue = self._request("examine")
+        content = serialization.encode([tuple(each) for each in blocked])
+        ended, quiet, overdue = self._request("examine", content)
         return ended, quiet, None if overdue is None else Overdue(*overdue)
 
 

@@ -142,7 +142,6 @@ class WatchedCalls(ControlState):
         self._gone: dict[int, str] = {}
         self._unclear: dict[int, int] = {}
         self._over = False
-        self._blocked: list[BlockedRank] = []
         self._victim: tuple[float, int, str] | None = None
 
     # -- clients -----------------------------------------------------------------------------------
@@ -310,31 +309,14 @@ class WatchedCalls(ControlState):
     def _on_fail_all(self, client: int, request: int, kind: str, message: str) -> Outgoing:
         return [*self._fail(kind, None, message), (client, (request, "ok", None))]
 
-    def _on_blocked(
-        self,
-        client: int,
-        request: int,
-        rank: int,
-        group: str,
-        number: int | None,
-        call: str,
-        for_s: float,
-        peers: list[int],
-        aside: bool,
-    ) -> Outgoing:
-        """Take a `BlockedRank` for the next `examine`. The client gets no reply."""
-        # Once the watch has reported a failure, the ranks remain blocked until they exit.
-        if not self._over and self._groups.of(self._world).cause is None:
-            self._blocked.append(BlockedRank(rank, group, number, call, for_s, tuple(peers), aside))
-        return []
-
-    def _on_examine(self, client: int, request: int) -> Outgoing:
-        """Check for exits, deadlocks and overdue calls.
+    def _on_examine(self, client: int, request: int, content: bytes) -> Outgoing:
+        """Check for exits, deadlocks and overdue calls, given the encoded fields of each `BlockedRank`.
 
         The answer is whether all ranks have exited, whether a rank has reported nothing lately, and an overdue call.
         """
-        blocked = self._blocked
-        self._blocked = []
+        # Once the watch has reported a failure, the ranks remain blocked until they exit.
+        failed_before = self._over or self._groups.of(self._world).cause is not None
+        blocked = [] if failed_before else [BlockedRank(*each) for each in serialization.decode(content)]
         out = [*self._look_for_failed(), *self._look_for_cycle(blocked)]
         for where, number, call in self._open():
             if call.differs and self._now() - call.since > _OTHERS_S:

@@ -59,9 +59,7 @@ class Watched:
 
     def pass_time(self, seconds: float, *blocked: BlockedRank) -> None:
         self.time += seconds
-        for each in blocked:
-            self.state.handle(99, 0, ("blocked", *each))
-        out = self.state.handle(99, 1, ("examine",))
+        out = self.state.handle(99, 1, ("examine", serialization.encode([tuple(each) for each in blocked])))
         self.ended, self.quiet, self.overdue = out[-1][1][2]
         self.take(out)
 

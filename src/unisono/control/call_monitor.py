@@ -22,7 +22,6 @@ from unisono.core.group import Group
 from unisono.diagnostics.hang_report import BlockedRank, blocked_ranks, lines_of
 from unisono.errors import CommError, UnavailableError
 from unisono.host.anonymous_files import create_file
-from unisono.host.native import native
 from unisono.host.network import why_no_shm
 from unisono.host.processes import interpreter_flags
 
@@ -51,7 +50,7 @@ class CallControl(SocketControl):
         with contextlib.ExitStack() as stack:
             # Descriptors or memory may be exhausted, and /proc may not be mounted.
             with contextlib.suppress(OSError, ValueError):
-                if pid and why_no_shm() is None and native() is not None:
+                if pid and why_no_shm() is None:
                     made = stack.enter_context(create_file("watch", REPORT_BYTES))
                     reports = ReportWriter(made, lambda: self._ended is not None)
                     handle = made

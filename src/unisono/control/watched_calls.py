@@ -171,22 +171,17 @@ class WatchedCalls(ControlState):
 
     def _read_reports(self) -> Outgoing:
         """Handle the reports that clients have written to shared memory."""
-        return [answer for client in list(self._present) for answer in self._read_reports_of(client)]
-
-    def _read_reports_of(self, client: int) -> Outgoing:
-        here = self._present.get(client)
-        if here is None or here.reports is None:
-            return []
         out: Outgoing = []
-        try:
-            for frame in here.reports.read():
-                if frame.kind is Kind.CALL:
-                    out += self.called(client, frame.content)
-                else:
-                    out += super().handle(client, *serialization.decode(frame.content))
-        except Exception as error:  # No matter what a client writes, only the client itself is lost.
-            here.reports = None
-            out += self._end(client, f"was lost: its reports cannot be read: {error}.")
+        for client, here in list(self._present.items()):
+            try:
+                for frame in here.reports.read() if here.reports else ():
+                    if frame.kind is Kind.CALL:
+                        out += self.called(client, frame.content)
+                    else:
+                        out += super().handle(client, *serialization.decode(frame.content))
+            except Exception as error:  # No matter what a client writes, only the client itself is lost.
+                here.reports = None
+                out += self._end(client, f"was lost: its reports cannot be read: {error}.")
         return out
 
     def _on_group(

@@ -58,6 +58,7 @@ class SocketControl(ControlClient):
 
     Attributes:
         server_lost: Whether the server has shut down, or the connection to it was lost.
+        local_host: This host's address on the route to the server, at which peers can reach it.
 
     Raises:
         CommTimeoutError: No server answers at the address.
@@ -88,17 +89,13 @@ class SocketControl(ControlClient):
         self._connection, self._news = connect(
             address, secret, timeout if reach_within_s is None else reach_within_s, rank
         )
+        self.local_host: str = self._connection.local_host
         self._inspect_socket = InspectSocket(address, secret)
         self._news.serve(self._inspect_socket)
         invalidate_after_fork(self)
         close_at_exit(self)
         self._reader = threading.Thread(target=self._read_news, name="unisono control client", daemon=True)
         self._reader.start()
-
-    @property
-    def local_host(self) -> str:
-        """This host's address on the route to the server, at which peers can reach it."""
-        return self._connection.local_host
 
     def address_for_all(self, group: Group, timeout: float) -> str:
         """Return this host's address for a group's other ranks; all ranks on this host get the same one. Collective.
@@ -282,11 +279,16 @@ _MAX_POLL_S = 1e6
 
 
 class ClientConnection:
-    """An authenticated connection. One thread at a time may send, and one may receive."""
+    """An authenticated connection. One thread at a time may send, and one may receive.
+
+    Attributes:
+        local_host: This host's address on the route to the server.
+    """
 
     def __init__(self, peer: socket.socket, channel: FrameChannel) -> None:
         peer.setblocking(False)
         self._peer = peer
+        self.local_host: str = host_in(peer.getsockname())
         self._host = ""
         self._channel = channel
         self._sending = threading.Lock()
@@ -296,11 +298,6 @@ class ClientConnection:
         self._writable.register(peer, select.POLLOUT)
         self._inspect_socket: InspectSocket | None = None
         self._inspect_number = -1
-
-    @property
-    def local_host(self) -> str:
-        """This host's address on the route to the server."""
-        return host_in(self._peer.getsockname())
 
     @property
     def remote_host(self) -> str:

@@ -403,18 +403,13 @@ def reach(address: tuple[str, int], timeout: float, attempt: Callable[[float], T
 def _both(
     address: tuple[str, int], secret: bytes, timeout: float, rank: int | None
 ) -> tuple[ClientConnection, ClientConnection]:
-    requests = _reach(address, secret, timeout, rank)
-    news: ClientConnection | None = None
-    try:
-        news = _reach(address, secret, timeout, rank)
+    with contextlib.ExitStack() as undo:
+        requests = undo.enter_context(contextlib.closing(_reach(address, secret, timeout, rank)))
+        news = undo.enter_context(contextlib.closing(_reach(address, secret, timeout, rank)))
         # The server assigns a number to the client, which the second connection sends to identify the client.
         number = _request(requests, requests, ("number",), timeout)
         _request(news, requests, ("news", number), timeout)
-    except BaseException:
-        requests.close()
-        if news is not None:
-            news.close()
-        raise
+        undo.pop_all()
     return requests, news
 
 

@@ -224,7 +224,9 @@ class ControlClient(ControlPlane, ABC):
         self._patience_s = min(self._patience_s, _GRACE_S)
         if self._record is not None and self._members:
             group = next(iter(self._members.values())).group
-            (kind, text) = _end_of(error)
+            kind, text = (
+                ("exit", "not closed") if error is None else ("error", f"{type(error).__name__}: {text_of(error)}")
+            )
             self._record.put(kind, group.name, group.rank, None, text)
         for membership in list(self._members.values()):
             if error is not None and self._ended is None:
@@ -282,14 +284,12 @@ class ControlClient(ControlPlane, ABC):
             self._waiters.pop(waiter.number, None)
 
     def exchange(self, group: Group, topic: str, value: Any, timeout: float) -> list[Any]:
-        contents = self._exchange(group, topic, value, timeout, agree=False)
-        return [serialization.decode(content) for content in contents]
+        return self._exchange(group, topic, value, timeout, agree=False) or []
 
     def exchange_unless_equal(self, group: Group, topic: str, value: Any, timeout: float) -> list[Any] | None:
-        contents = self._exchange(group, topic, value, timeout, agree=True)
-        return None if contents is None else [serialization.decode(content) for content in contents]
+        return self._exchange(group, topic, value, timeout, agree=True)
 
-    def _exchange(self, group: Group, topic: str, value: Any, timeout: float, *, agree: bool) -> Any:
+    def _exchange(self, group: Group, topic: str, value: Any, timeout: float, *, agree: bool) -> list[Any] | None:
         known = self._members.get(group.name)
         if known is not None and known.cause is not None:
             raise error_of(known.cause, group)
@@ -301,7 +301,8 @@ class ControlClient(ControlPlane, ABC):
             return "withdraw", group.name, topic, timeout, report, deadlock
 
         words = ("exchange", group.name, topic, serialization.encode(value), agree)
-        return self._ask(timeout, withdraw, *words, group=group)
+        contents = self._ask(timeout, withdraw, *words, group=group)
+        return None if contents is None else [serialization.decode(content) for content in contents]
 
     def report_failure(self, group: Group, cause: Cause) -> Cause:
         membership = self._members.get(group.name)
@@ -384,11 +385,6 @@ class ControlClient(ControlPlane, ABC):
 
 def _forget(number: int) -> tuple[str, int]:
     return "forget", number
-
-
-def _end_of(error: BaseException | None) -> tuple[str, str]:
-    """Return the kind and text of the event to record if a program exits with open communicators."""
-    return ("exit", "not closed") if error is None else ("error", f"{type(error).__name__}: {text_of(error)}")
 
 
 def _as_seen_in(group: Group, cause: Cause, failed_rank: int | None) -> Cause:

@@ -77,13 +77,12 @@ class SocketControl(ControlClient):
         host_rank: int | None = None,
         rank: int | None = None,
     ) -> None:
-        super().__init__(timeout)
+        super().__init__(timeout, SharedObjects())
         self._host_rank = host_rank
         self.address = address
         self._on_orphan = on_orphan
         self._process = os.getpid()
         self._reading = threading.Lock()
-        self._shared = SharedObjects()
         self._heartbeat_s: float | None = None
         self.server_lost: bool = False
         self._connection, self._news = connect(
@@ -149,9 +148,6 @@ class SocketControl(ControlClient):
     def fail_all(self, cause: Cause) -> None:
         """Report a failure to every group."""
         self._request("fail_all", cause.kind, cause.message)
-
-    def share(self, key: str, make: Callable[[], T]) -> T:
-        return self._shared.get(key, make)
 
     def leave(self, group: Group, patience: float = 0.0) -> None:
         super().leave(group, patience)

@@ -7,7 +7,7 @@ import itertools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -77,10 +77,15 @@ class ControlClient(ControlPlane, ABC):
 
     Args:
         patience_s: Seconds to wait for answers that do not depend on other ranks.
+        shared: The objects of the ranks in this process.
+
+    Attributes:
+        activities: What this rank does in each of its communicators.
     """
 
-    def __init__(self, patience_s: float) -> None:
+    def __init__(self, patience_s: float, shared: SharedObjects) -> None:
         self._patience_s = patience_s
+        self._shared = shared
         self._numbers = itertools.count(1)
         self._waiters: dict[int, PendingRequest] = {}
         self._members: dict[str, Membership] = {}
@@ -88,7 +93,7 @@ class ControlClient(ControlPlane, ABC):
         self._ended: Cause | None = None
         self._silent = False
         self._ending = threading.Lock()
-        self._activities = ActivityRegistry()
+        self.activities: ActivityRegistry = ActivityRegistry()
         self._record: EventLog | None = None
 
     @abstractmethod
@@ -112,7 +117,7 @@ class ControlClient(ControlPlane, ABC):
 
     # -- requests and replies ----------------------------------------------------------------------
     def _begin(self, *words: Any) -> PendingRequest:
-        waiter = PendingRequest(next(self._numbers))
+        waiter = PendingRequest(next(self._numbers), words)
         self._waiters[waiter.number] = waiter
         try:
             # Check `_ended` only after adding the waiter: the thread that ends the connection sets `_ended` first, and
@@ -187,7 +192,7 @@ class ControlClient(ControlPlane, ABC):
         """Pass a reply to its waiter. Return a callback for the caller to call outside any lock, or None."""
         number, outcome, body = reply
         if outcome == "asked":
-            return lambda: self._notify(("answer", body, serialization.encode(self._activities.report())))
+            return lambda: self._notify(("answer", body, serialization.encode(self.activities.report())))
         if outcome == "boundary":
             group, reason = cast("tuple[str, str]", body)
             return lambda: self._notify(("passed", group, self._boundaries_of(group).hold(reason)))
@@ -347,7 +352,7 @@ class ControlClient(ControlPlane, ABC):
         # Imported here, because a job that is not debugged must not load the debugger.
         from unisono.control.debug_socket import DEBUGGED
 
-        DEBUGGED.hold([(self, self._activities)], self._where, reason)
+        DEBUGGED.hold([(self, self.activities)], self._where, reason)
 
     # -- stopping at the same step -----------------------------------------------------------------
     def boundaries(self, group: Group) -> StepBoundaries:
@@ -370,9 +375,13 @@ class ControlClient(ControlPlane, ABC):
         verdict: int | None = self._ask(timeout, unreported, "verdict", group.name, group=group)
         return verdict
 
+    # -- within this process -----------------------------------------------------------------------
+    def share(self, key: str, make: Callable[[], T]) -> T:
+        return self._shared.get(key, make)
+
     # -- activity of ranks ----------------------------------------------------------------------
     def watch(self, activity: Activity) -> None:
-        self._activities.add(activity)
+        self.activities.add(activity)
         if self._record is None:
             self._record = record_of(activity.group.rank)
         activity.record = self._record
@@ -430,20 +439,20 @@ def _is_rank(value: object) -> bool:
     return value is None or type(value) is int
 
 
+@dataclass(slots=True, eq=False)
 class PendingRequest:
     """A request in flight.
 
     Attributes:
+        words: The verb, and its arguments.
         reply: The answer, once it has arrived.
         awake: Set when the answer arrives, or when the waiting thread has to take over reading from the connection.
     """
 
-    __slots__ = ("awake", "number", "reply")
-
-    def __init__(self, number: int) -> None:
-        self.number: int = number
-        self.reply: Reply | None = None
-        self.awake: AutoResetEvent = AutoResetEvent()
+    number: int
+    words: tuple[Any, ...]
+    reply: Reply | None = None
+    awake: AutoResetEvent = field(default_factory=AutoResetEvent)
 
     def answer(self, reply: Reply) -> None:
         """Set the answer, unless it is already set."""

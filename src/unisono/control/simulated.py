@@ -14,47 +14,22 @@ __all__ = ["SimulatedControl", "SimulatedHub"]
 _DEAD = Cause("ClosedError", None, "this rank was killed")
 
 
-class SimulatedHub(LocalHub):
-    """Control plane shared by simulated ranks.
-
-    Args:
-        request_s: Seconds until a request is answered, if it doesn't wait for other ranks.
-        notice_s: Seconds from a rank's death until the other ranks are notified.
-    """
-
-    def __init__(self, request_s: float, notice_s: float) -> None:
-        super().__init__()
-        self.request_s = request_s
-        self.notice_s = notice_s
-
-    def make(self, client: int) -> SimulatedControl:
-        return SimulatedControl(self, client)
-
-    def awaited(self, group: str, topic: str) -> list[int]:
-        """Return the ranks that have not joined an exchange."""
-        return self._state.awaited(group, topic)
-
-
 class SimulatedControl(LocalControl):
     """One rank's handle. At each request, the seed decides which rank runs next."""
 
     simulated = True
     _hub: SimulatedHub
 
-    def __init__(self, hub: SimulatedHub, client: int) -> None:
-        super().__init__(hub, client)
-        self._requests: dict[int, tuple[Any, ...]] = {}
-
     def _send(self, number: int, words: tuple[Any, ...]) -> None:
         task = here()
         if task is not None:
-            task.scheduler.note(f"asks {_in_words(words)}")
+            shown = " ".join(str(word) for word in words if isinstance(word, str | int | bool))
+            task.scheduler.note(f"asks {shown}")
             task.scheduler.sleep(self._hub.request_s)
-        self._requests[number] = words
         super()._send(number, words)
 
     def _wait(self, waiter: PendingRequest, timeout: float) -> bool:
-        words = self._requests.pop(waiter.number, ("",))
+        words = waiter.words
         # An exchange that a rank never joins is a deadlock. A wait for a key is not a deadlock even if nobody sets the
         # key; it lasts until its deadline.
         with waiting(lambda: self._described(words), hasty=words[0] != "exchange"):
@@ -65,7 +40,7 @@ class SimulatedControl(LocalControl):
             return f"for the key {words[1]!r}"
         if words[0] != "exchange":
             return f"for an answer to {words[0]!r}"
-        return f"for {name_ranks(self._hub.awaited(words[1], words[2]))} to join {words[2]!r} of {words[1]}"
+        return f"for {name_ranks(self._hub.state.awaited(words[1], words[2]))} to join {words[2]!r} of {words[1]}"
 
     def die(self) -> None:
         """Die without a message; the other ranks are notified slightly later, as after a broken connection."""
@@ -80,5 +55,17 @@ class SimulatedControl(LocalControl):
                 scheduler.at(scheduler.now + round(self._hub.notice_s * 1e9), lambda: self._hub.lost(self._client))
 
 
-def _in_words(words: tuple[Any, ...]) -> str:
-    return " ".join(str(word) for word in words if isinstance(word, str | int | bool))
+class SimulatedHub(LocalHub):
+    """Control plane shared by simulated ranks.
+
+    Args:
+        request_s: Seconds until a request is answered, if it doesn't wait for other ranks.
+        notice_s: Seconds from a rank's death until the other ranks are notified.
+    """
+
+    _kind = SimulatedControl
+
+    def __init__(self, request_s: float, notice_s: float) -> None:
+        super().__init__()
+        self.request_s = request_s
+        self.notice_s = notice_s

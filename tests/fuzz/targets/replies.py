@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from unisono import serialization
-from unisono.control.client_base import ControlClient, PendingRequest, reply_of
+from unisono.control.client_base import ControlClient, PendingRequest, SharedObjects, reply_of
 from unisono.core.group import Group
 
 REFUSALS = (ValueError,)
@@ -27,9 +27,6 @@ class Deaf(ControlClient):
     def _wait(self, waiter: PendingRequest, timeout: float) -> bool:
         return waiter.reply is not None
 
-    def share(self, key: str, make: Any) -> Any:
-        return make()
-
     def close(self) -> None:
         pass
 
@@ -45,6 +42,6 @@ def seeds() -> list[bytes]:
 
 
 def run(data: bytes) -> None:
-    handle = Deaf(1.0)
+    handle = Deaf(1.0, SharedObjects())
     handle.join(Group.world(0, 2), lambda cause: None)
     handle.take(data)

@@ -461,15 +461,20 @@ class PendingRequest:
             self.awake.set()
 
 
+@dataclass(slots=True, eq=False)
 class Membership:
-    """This rank's presence in one group."""
+    """This rank's presence in one group.
 
-    def __init__(self, group: Group, on_failure: Callable[[Cause], None] | None) -> None:
-        self.group = group
-        self.cause: Cause | None = None
-        self.failed: threading.Event = threading.Event()
-        self._on_failure = on_failure
-        self._lock = threading.Lock()
+    Attributes:
+        on_failure: Called with the group's first cause.
+        failed: Set once `cause` is.
+    """
+
+    group: Group
+    on_failure: Callable[[Cause], None] | None
+    cause: Cause | None = None
+    failed: threading.Event = field(default_factory=threading.Event)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def fail(self, cause: Cause) -> Callback | None:
         """Record the group's first cause, and return a callback to call outside any lock; ignore later causes."""
@@ -478,5 +483,4 @@ class Membership:
                 return None
             self.cause = cause
         self.failed.set()
-        on_failure = self._on_failure
-        return None if on_failure is None else partial(on_failure, cause)
+        return None if self.on_failure is None else partial(self.on_failure, cause)

@@ -14,6 +14,7 @@ import socket
 import threading
 import traceback
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -39,12 +40,12 @@ _WITHIN_S = 30.0
 _Json = dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True)
 class _HeldRank:
     """One held rank: its handle, and its activity."""
 
-    def __init__(self, control: ControlPlane, activities: ActivityRegistry) -> None:
-        self.control = control
-        self.activities = activities
+    control: ControlPlane
+    activities: ActivityRegistry
 
     @property
     def thread(self) -> int:

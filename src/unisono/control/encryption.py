@@ -11,7 +11,6 @@ import socket
 import ssl
 import stat
 import threading
-import time
 from collections import deque
 from concurrent.futures import Future
 from contextlib import suppress
@@ -346,10 +345,8 @@ class _TLSRelay:
         pipe.close(error)
 
     def _flush(self) -> None:
-        deadline = clock.now() + _FLUSH_S
-        while clock.now() < deadline and not all(pipe.is_idle() for pipe in tuple(self._pipes)):
-            # Only wait: the relay's thread does the sending.
-            time.sleep(0.005)
+        # Only wait: the relay's thread does the sending.
+        clock.poll_until(lambda: all(pipe.is_idle() for pipe in tuple(self._pipes)), clock.now() + _FLUSH_S, spins=1)
 
     def invalidate_after_fork(self) -> None:
         """Close every descriptor in a forked child, where the relay thread does not exist."""

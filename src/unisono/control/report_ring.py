@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -24,7 +23,6 @@ _RING_BYTES = 1 << 20
 REPORT_BYTES = 2 * _PAGE_BYTES + _RING_BYTES
 """Size of the file for one ring. Its first page is for `create_file`; a ring also needs two counts."""
 _MOST_BYTES = 1 << 24
-_LOOK_EVERY_S = 0.001
 
 
 class ReportWriter:
@@ -55,15 +53,10 @@ class ReportWriter:
             while (step := self._ring.write(rest)) < len(rest):
                 rest = rest[step:]
                 if not step:
-                    self._make_room(within_s)
-
-    def _make_room(self, within_s: float) -> None:
-        deadline = clock.now() + within_s
-        while not self._ring.room:
-            if self._stopped() or clock.now() > deadline:
-                raise TimeoutError("the monitor does not read")
-            # The monitor tells nobody that it has read, so look again.
-            time.sleep(_LOOK_EVERY_S)
+                    # The monitor tells nobody that it has read, so poll.
+                    clock.poll_until(lambda: self._stopped() or self._ring.room > 0, clock.now() + within_s, spins=1)
+                    if not self._ring.room:
+                        raise TimeoutError("the monitor does not read")
 
 
 class ReportReader:
@@ -84,15 +77,14 @@ class ReportReader:
 
     def read(self) -> Iterator[Frame]:
         """Yield the reports that the rank has written. Raises `InvalidFrameError` if it has written other bytes."""
-        ring = self._ring
-        while ring.available:
+        while self._ring.available:
             if not self._missing:
                 # A frame begins at a cache line, so its header does not wrap around at the end of the ring.
-                self._missing = frame_bytes(ring.peek())
+                self._missing = frame_bytes(self._ring.peek())
                 if self._missing > _MOST_BYTES:
                     raise InvalidFrameError("a report is too long")
                 self._frame = bytearray(self._missing)
-            self._missing -= ring.read(memoryview(self._frame)[-self._missing :])
+            self._missing -= self._ring.read(memoryview(self._frame)[-self._missing :])
             if not self._missing:
                 self._channel.feed(self._frame)
                 frame = self._channel.next(Kind.REQUEST, Kind.CALL)

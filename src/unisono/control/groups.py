@@ -9,7 +9,7 @@ from typing import NamedTuple
 from unisono.control.replies import Outgoing, failed, pushed
 from unisono.core.failure import Cause, left_error, waited_for
 
-__all__ = ["ExchangeEntry", "GroupState", "Groups"]
+__all__ = ["ExchangeEntry", "GroupState", "Groups", "StopRound"]
 
 
 class ExchangeEntry(NamedTuple):
@@ -26,6 +26,21 @@ class ExchangeEntry(NamedTuple):
 
 
 @dataclass(slots=True)
+class StopRound:
+    """A request that all ranks of a group stop at the same step.
+
+    Attributes:
+        reason: Reason given with the request.
+        passed: Number of step boundaries that each rank had passed when the request arrived.
+        verdict: Number of the boundary at which all ranks stop; None until all ranks have reported.
+    """
+
+    reason: str
+    passed: dict[int, int] = field(default_factory=dict)
+    verdict: int | None = None
+
+
+@dataclass(slots=True)
 class GroupState:
     """State of a group. A group that does not exist has no members.
 
@@ -34,6 +49,7 @@ class GroupState:
         left: Ranks that have left or were lost.
         cause: The group's first failure.
         met: Whether the members have exchanged something.
+        stop: The first request to stop; None if there was none, or once the group has failed.
     """
 
     name: str
@@ -44,6 +60,7 @@ class GroupState:
     exchanges: dict[str, dict[int, ExchangeEntry]] = field(default_factory=dict)
     cause: Cause | None = None
     met: bool = False
+    stop: StopRound | None = None
 
     @property
     def awaited(self) -> set[int]:
@@ -232,6 +249,7 @@ class Groups:
         if name not in self._groups or group.cause is not None:
             return []
         group.cause = cause
+        group.stop = None
         out: Outgoing = [(client, pushed(name, cause)) for client in group.present.values()]
         for exchange in group.exchanges.values():
             out += [(entry.client, failed(entry.request, cause)) for entry in exchange.values()]
@@ -280,10 +298,6 @@ class Groups:
         del self._groups[group.name]
         self._gathering.discard(group.name)
         return self._on_end(group.name)
-
-    def knows(self, name: str) -> bool:
-        """Return whether the group still exists: a rank is in it, or may still join it."""
-        return name in self._groups
 
 
 def _results(exchange: dict[int, ExchangeEntry]) -> Outgoing:

@@ -164,7 +164,7 @@ class ControlState:
 
     def _on_leave(self, client: int, request: int, name: str, last: bool = False) -> Outgoing:
         """Leave a group. With `last`, answer only once all ranks have left or the group has failed."""
-        if last and self._groups.knows(name) and self._groups.of(name).cause is None:
+        if last and self._groups.rank_of(client, name) is not None and self._groups.of(name).cause is None:
             self._waiting.add(client, request, ("left", name))
             return [*self._groups.leave(client, name), *self._look([name])]
         return [*self._groups.leave(client, name), *self._look([name]), (client, (request, "ok", None))]
@@ -338,7 +338,6 @@ class ControlState:
 
     def _group_failed(self, name: str, cause: Cause) -> Outgoing:
         """Fail the waits that depend on a failed group, and answer the ranks that are leaving it."""
-        self._stops.drop(name)
         out = [(client, failed(request, cause)) for client, request in self._waiting.take_failed(name)]
         return out + self._answer_waiting(("left", name))
 
@@ -348,7 +347,6 @@ class ControlState:
         The ranks that have left have stayed connected so far, so that nothing that they sent is lost.
         """
         self._on_end(name)
-        self._stops.drop(name)
         parts = self._groups.below(name)
         self._keys.drop(_prefixes(name), tuple(prefix for part in parts for prefix in _prefixes(part)))
         return [*self._answer_waiting(("left", name)), *self._answer_waiting(("stop", name))]

@@ -2,29 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-from unisono.control.groups import Groups
+from unisono.control.groups import Groups, StopRound
 from unisono.control.replies import Outgoing
 from unisono.control.waiting_requests import WaitingRequests
 from unisono.core.failure import Cause
 
 __all__ = ["StopRounds"]
-
-
-@dataclass(slots=True)
-class _StopRound:
-    """A request to stop.
-
-    Attributes:
-        reason: Reason given with the request.
-        passed: Number of step boundaries that each rank had passed when the request arrived.
-        verdict: Number of the boundary at which all ranks stop; None until all ranks have reported.
-    """
-
-    reason: str
-    passed: dict[int, int] = field(default_factory=dict)
-    verdict: int | None = None
 
 
 class StopRounds:
@@ -42,58 +25,56 @@ class StopRounds:
     def __init__(self, groups: Groups, waiting: WaitingRequests) -> None:
         self._groups = groups
         self._waiting = waiting
-        self._rounds: dict[str, _StopRound] = {}
 
     def request(self, name: str, reason: str) -> Outgoing:
         """Begin a round in a group, unless the group already has one, or has ended."""
-        if name in self._rounds or not self._groups.knows(name):
+        group = self._groups.of(name)
+        if group.stop is not None:
             return []
-        self._rounds[name] = _StopRound(reason)
-        return [(client, (0, "boundary", (name, reason))) for client in self._groups.of(name).present.values()]
+        group.stop = StopRound(reason)
+        return [(client, (0, "boundary", (name, reason))) for client in group.present.values()]
 
     def joined(self, client: int, name: str) -> Outgoing:
         """Push a group's round to a member that joined after the round began."""
-        current = self._rounds.get(name)
+        current = self._groups.of(name).stop
         return [] if current is None else [(client, (0, "boundary", (name, current.reason)))]
 
     def passed(self, client: int, name: str, count: int) -> Outgoing:
         """Record a rank's report."""
         rank = self._groups.rank_of(client, name)
-        if rank is None or name not in self._rounds:
+        current = self._groups.of(name).stop
+        if rank is None or current is None:
             return []
-        self._rounds[name].passed[rank] = count
+        current.passed[rank] = count
         return self.look(name)
 
     def ask(self, client: int, request: int, name: str) -> Outgoing:
         """Accept a request for the stop boundary, which is answered once all ranks have reported."""
         # A rank requests the stop boundary only after receiving the stop request, so a missing round means that the
         # group has failed or ended in the meantime.
-        if name not in self._rounds:
+        if self._groups.of(name).stop is None:
             return [(client, (request, "ok", None))]
         self._waiting.add(client, request, ("stop", name), name)
         return self.look(name)
 
     def look(self, name: str) -> Outgoing:
         """Choose the stop boundary if all remaining ranks have reported, and answer the requests for it."""
-        current = self._rounds.get(name)
+        group = self._groups.of(name)
+        current = group.stop
         if current is None:
             return []
         if current.verdict is None:
-            if not self._groups.of(name).awaited <= current.passed.keys():
+            if not group.awaited <= current.passed.keys():
                 return []
             current.verdict = max(current.passed.values(), default=0) + 1
         return [(client, (request, "ok", current.verdict)) for client, request in self._waiting.take(("stop", name))]
 
     def unreported(self, name: str, waited_s: float, report: str) -> Cause | None:
         """Return a failure that names the ranks that have not reported; None if all have, or if there is no round."""
-        current = self._rounds.get(name)
-        missing = [] if current is None else sorted(self._groups.of(name).awaited - current.passed.keys())
+        group = self._groups.of(name)
+        missing = [] if group.stop is None else sorted(group.awaited - group.stop.passed.keys())
         if not missing:
             return None
         ranks = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing[:8]))}{' and more' * (len(missing) > 8)}"
         text = f"waited {waited_s:.1f} s for {ranks} to report the current step, so that all can stop at the same one"
         return Cause("CommTimeoutError", missing[0], text + report)
-
-    def drop(self, name: str) -> None:
-        """End the round of a failed or ended group."""
-        self._rounds.pop(name, None)

@@ -7,9 +7,12 @@ from dataclasses import dataclass, field
 
 from unisono.control.groups import Groups
 from unisono.control.replies import Outgoing, failed
+from unisono.control.waiting_requests import WaitingRequests
 from unisono.core.failure import Cause
 
 __all__ = ["RebuildRequest", "Rebuilds"]
+
+_ADMISSION = ("admission", "")
 
 
 @dataclass(slots=True)
@@ -44,10 +47,10 @@ class Rebuilds:
     the newcomers. A newcomer also receives its own rank, and the settings (`terms`) that a member passed.
     """
 
-    def __init__(self, groups: Groups) -> None:
+    def __init__(self, groups: Groups, waiting: WaitingRequests) -> None:
         self._groups = groups
+        self._waiting = waiting
         self._open: dict[tuple[str, int], RebuildRequest] = {}
-        self._applicants: dict[int, int] = {}
         self._made: Counter[str] = Counter()
         self._highest: Counter[str] = Counter()
 
@@ -63,17 +66,17 @@ class Rebuilds:
             message = f"this rank is no longer a member of {name}: the other ranks continued without it"
             return [(client, failed(request, Cause("AbortedError", None, message)))]
         rebuild = self._open.setdefault((name, attempt), wanted)
+        rebuild.calls[rank] = client, request
         if not rebuild.grow:
             rebuild.size = rebuild.size or wanted.size
         if rebuild.grow != wanted.grow or wanted.size not in (0, rebuild.size):
             message = f"ranks passed different grow or size to rebuild: rank {rank} {wanted}, others {rebuild}"
-            return self._refuse(name, attempt, (client, request), Cause("MismatchError", rank, message))
-        rebuild.calls[rank] = client, request
+            return self._refuse(name, attempt, Cause("MismatchError", rank, message))
         return self.look(name)
 
     def request_admission(self, client: int, request: int) -> Outgoing:
         """As a newcomer, request admission to the next group that grows."""
-        self._applicants[client] = request
+        self._waiting.add(client, request, _ADMISSION)
         return [reply for name in {name for name, _ in self._open} for reply in self.look(name)]
 
     def look(self, name: str) -> Outgoing:
@@ -85,12 +88,13 @@ class Rebuilds:
             # Drop the calls of ranks that have left: these ranks no longer wait for an answer.
             for rank in rebuild.calls.keys() - present.keys():
                 del rebuild.calls[rank]
+            wanted = rebuild.newcomers(len(present))
             if not present:
                 del self._open[key]
-            elif present.keys() == rebuild.calls.keys() and rebuild.newcomers(len(present)) < 0:
+            elif present.keys() == rebuild.calls.keys() and wanted < 0:
                 message = f"rebuild({rebuild}) cannot leave out any of the {len(present)} ranks that are there"
-                out += self._refuse(*key, None, Cause("CommError", None, message))
-            elif present.keys() == rebuild.calls.keys() and len(self._applicants) >= rebuild.newcomers(len(present)):
+                out += self._refuse(*key, Cause("CommError", None, message))
+            elif present.keys() == rebuild.calls.keys() and self._waiting.count(_ADMISSION) >= wanted:
                 del self._open[key]
                 out += self._conclude(name, rebuild)
         return out
@@ -106,24 +110,18 @@ class Rebuilds:
             out += self._groups.expel(name, rank, Cause("AbortedError", rank, message))
         out += self.look(name)
         if (name, attempt) in self._open:
-            some = len(self._applicants)
+            some = self._waiting.count(_ADMISSION)
             wanted = rebuild.newcomers(len(rebuild.calls))
             message = f"waited {waited_s:.1f} s in rebuild for {wanted} new ranks, of which {some} have joined"
-            out += self._refuse(name, attempt, None, Cause("CommTimeoutError", None, message))
+            out += self._refuse(name, attempt, Cause("CommTimeoutError", None, message))
         return out
-
-    def forget(self, client: int, request: int | None = None) -> None:
-        """Remove a newcomer that has left or stopped waiting."""
-        if request in (None, self._applicants.get(client)):
-            self._applicants.pop(client, None)
 
     def _conclude(self, name: str, rebuild: RebuildRequest) -> Outgoing:
         ranks = sorted(rebuild.calls)
         base = name.partition("~")[0]
         self._made[base] += 1
         made = f"{base}~{self._made[base]}"
-        admitted = list(self._applicants)[: rebuild.newcomers(len(ranks))]
-        newcomers = [(client, self._applicants.pop(client)) for client in admitted]
+        newcomers = self._waiting.take(_ADMISSION, rebuild.newcomers(len(ranks)))
         self._highest[base] = max(self._highest[base], *rebuild.members)
         numbers = [self._highest[base] + 1 + index for index in range(len(newcomers))]
         self._highest[base] += len(newcomers)
@@ -137,7 +135,6 @@ class Rebuilds:
             out.append((client, (request, "ok", (made, members, len(ranks) + index, rebuild.terms))))
         return out
 
-    def _refuse(self, name: str, attempt: int, also: tuple[int, int] | None, cause: Cause) -> Outgoing:
+    def _refuse(self, name: str, attempt: int, cause: Cause) -> Outgoing:
         rebuild = self._open.pop((name, attempt))
-        waiting = [*rebuild.calls.values(), *([] if also is None else [also])]
-        return [(client, failed(request, cause)) for client, request in waiting]
+        return [(client, failed(request, cause)) for client, request in rebuild.calls.values()]

@@ -59,7 +59,7 @@ class ControlState:
         self._surveys = StatusQueries()
         self._waiting = WaitingRequests()
         self._stops = StopRounds(self._groups, self._waiting)
-        self._rebuilds = Rebuilds(self._groups)
+        self._rebuilds = Rebuilds(self._groups, self._waiting)
         self._registrations: dict[tuple[str, int], tuple[int, str, int]] = {}
         self._clients: set[int] = set()
         self._labels: dict[int, str] = {}
@@ -126,12 +126,11 @@ class ControlState:
             return [(client, failed(request, cause))]
         value = self._keys.get(key)
         if value is None:
-            self._waiting.add(client, request, ("key", key), group)
+            self._waiting.add(client, request, ("key", key), group or None)
         return [] if value is None else [(client, (request, "ok", value))]
 
     def _on_forget(self, client: int, request: int, other: int) -> Outgoing:
         self._waiting.forget(client, other)
-        self._rebuilds.forget(client, other)
         return [(client, (request, "ok", None))]
 
     def _on_add(self, client: int, request: int, key: str, amount: int) -> Outgoing:
@@ -320,7 +319,6 @@ class ControlState:
         if label is not None:
             self._on_left(label)
         self._waiting.forget(client)
-        self._rebuilds.forget(client)
         return self._surveys.forget(client)
 
     def _look(self, names: Sequence[str]) -> Outgoing:

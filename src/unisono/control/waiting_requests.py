@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 __all__ = ["WaitingRequests"]
 
-Event = tuple[str, str]
+_Event = tuple[str, str]
 
 
 class WaitingRequests:
@@ -16,15 +16,19 @@ class WaitingRequests:
     """
 
     def __init__(self) -> None:
-        self._requests: dict[tuple[int, int], tuple[Event, str]] = {}
+        self._requests: dict[tuple[int, int], tuple[_Event, str | None]] = {}
 
-    def add(self, client: int, request: int, event: Event, group: str = "") -> None:
+    def add(self, client: int, request: int, event: _Event, group: str | None = None) -> None:
         """Let a request wait for an event. If a group is given, its failure also ends the wait."""
         self._requests[client, request] = event, group
 
-    def take(self, event: Event) -> list[tuple[int, int]]:
-        """Remove and return the requests that wait for an event."""
-        return self._take(lambda _, wait: wait[0] == event)
+    def count(self, event: _Event) -> int:
+        """Return how many requests wait for an event."""
+        return sum(event == each for each, _ in self._requests.values())
+
+    def take(self, event: _Event, most: int | None = None) -> list[tuple[int, int]]:
+        """Remove and return the requests that wait for an event: all, or at most the first `most`."""
+        return self._take(lambda _, wait: wait[0] == event, most)
 
     def take_failed(self, group: str) -> list[tuple[int, int]]:
         """Remove and return the requests whose wait ends because a group has failed."""
@@ -34,8 +38,10 @@ class WaitingRequests:
         """Remove a client's request; if `request` is None, remove all of the client's requests."""
         self._take(lambda who, _: who[0] == client and request in (None, who[1]))
 
-    def _take(self, chosen: Callable[[tuple[int, int], tuple[Event, str]], bool]) -> list[tuple[int, int]]:
-        found = [who for who, wait in self._requests.items() if chosen(who, wait)]
+    def _take(
+        self, chosen: Callable[[tuple[int, int], tuple[_Event, str | None]], bool], most: int | None = None
+    ) -> list[tuple[int, int]]:
+        found = [who for who, wait in self._requests.items() if chosen(who, wait)][:most]
         for who in found:
             del self._requests[who]
         return found

@@ -202,7 +202,6 @@ class ControlServer:
             self._deliver([(connection.number, (request, "ok", None))])
         else:
             self._deliver(self._state.handle(connection.number, request, words))
-            connection.clean_exit = connection.clean_exit or words == ("bye",)
 
     def _deliver(self, out: Outgoing) -> None:
         for client, reply in out:
@@ -229,7 +228,7 @@ class ControlServer:
             self._selector.modify(connection.peer, events, connection)
 
     def _drop(self, connection: Connection) -> None:
-        """Close a client's connections after one has ended; unless it said goodbye, report it as lost to its groups."""
+        """Close a client's connections after one has ended, and report it as lost to the groups that it is still in."""
         known = self._known.pop(connection.serves, None)
         news = self._news.pop(connection.serves, None)
         away = "" if news is None else news.outage()
@@ -237,7 +236,7 @@ class ControlServer:
             if ending is not None:
                 self._selector.unregister(ending.peer)
                 ending.peer.close()
-        if known is not None and not known.clean_exit:
+        if known is not None:
             self._deliver(self._state.lost(known.number, away))
 
     def _send_goodbye(self) -> None:
@@ -283,7 +282,6 @@ class Connection:
 
     Attributes:
         serves: Number of the client, which is the `number` of its first connection.
-        clean_exit: Whether the client has announced that it will leave.
         watched: Socket events that the selector reports for this connection.
         unsent: Bytes that are queued because the client has not yet read earlier bytes.
         error: The error that has ended the connection.
@@ -294,7 +292,6 @@ class Connection:
         self.peer = peer
         self._channel = channel
         self.serves = number
-        self.clean_exit = False
         self.error: Exception | None = None
         self._host = ""
         self.watched = EVENT_READ

@@ -61,14 +61,14 @@ class ControlState:
         self._stops = StopRounds(self._groups, self._waiting)
         self._rebuilds = Rebuilds(self._groups, self._waiting)
         self._registrations: dict[tuple[str, int], tuple[int, str, int]] = {}
-        self._clients: set[int] = set()
-        self._labels: dict[int, str] = {}
+        # The connected clients, and their labels, if they have any.
+        self._clients: dict[int, str] = {}
         # Lines for the error messages of ranks that wait in vain, keyed by the missing rank or its host.
         self._absences: dict[int | str, str] = {}
 
     def handle(self, client: int, request: int, words: tuple[Any, ...]) -> Outgoing:
         """Return replies with their receivers, in sending order. A malformed request raises ValueError or TypeError."""
-        self._clients.add(client)
+        self._clients.setdefault(client, "")
         verb, *arguments = words
         handler: Callable[..., Outgoing] | None = getattr(self, f"_on_{verb}", None)
         if handler is None:
@@ -83,7 +83,10 @@ class ControlState:
         raise ValueError("this control plane compares no calls of torch's groups")
 
     def lost(self, client: int, outage: str = "") -> Outgoing:
-        """Handle the end of a client's connection without `bye`; `outage` is the reason if its host was unreachable."""
+        """Handle the end of a client's connection, which changes nothing after a `bye`.
+
+        `outage` is the reason if the client's host was unreachable.
+        """
         names = self._groups.names(client)
         self._vacate(client, "was lost: its process ended")
         out = [*self._forget(client), *self._groups.lose(client, outage)]
@@ -300,7 +303,7 @@ class ControlState:
 
     def _on_identify(self, client: int, request: int, label: str) -> Outgoing:
         """Label this client; `on_left` receives the label when the client leaves."""
-        self._labels[client] = label
+        self._clients[client] = label
         return [(client, (request, "ok", None))]
 
     def _on_bye(self, client: int, request: int) -> Outgoing:
@@ -314,9 +317,7 @@ class ControlState:
         return [*out, (client, (request, "ok", None))]
 
     def _forget(self, client: int) -> Outgoing:
-        self._clients.discard(client)
-        label = self._labels.pop(client, None)
-        if label is not None:
+        if label := self._clients.pop(client, ""):
             self._on_left(label)
         self._waiting.forget(client)
         return self._surveys.forget(client)

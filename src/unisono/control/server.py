@@ -10,7 +10,6 @@ import selectors
 import socket
 import threading
 from collections.abc import Callable
-from select import select
 from selectors import EVENT_READ
 
 from unisono import serialization
@@ -206,19 +205,17 @@ class ControlServer:
     def _deliver(self, out: Outgoing) -> None:
         for client, reply in out:
             connection = (self._known if reply[0] else self._news).get(client)
-            if connection is None:
-                continue
-            if reply[1] == "asked" and (away := connection.outage()):
+            if connection is not None and reply[1] == "asked" and (away := connection.outage()):
                 # Don't send the query to an unreachable host: bytes in flight would restart the heartbeat's timer.
                 answer = serialization.encode({"outage": away})
                 self._deliver(self._state.handle(client, 0, ("answer", reply[2], answer)))
-                continue
-            try:
-                connection.write(*_encoded(reply))
-                self._watch(connection)
-            except OSError as error:
-                connection.error = error
-                self._broken.append(connection)
+            elif connection is not None:
+                try:
+                    connection.write(*_encoded(reply))
+                    self._watch(connection)
+                except OSError as error:
+                    connection.error = error
+                    self._broken.append(connection)
 
     def _watch(self, connection: Connection) -> None:
         """Make the selector report when unsent bytes can be sent, if there are any."""
@@ -246,7 +243,8 @@ class ControlServer:
                 news.write(*_encoded((0, "goodbye", None)))
         for connection in (*self._news.values(), *self._known.values()):
             with contextlib.suppress(OSError):
-                connection.flush_until(deadline)
+                connection.peer.settimeout(max(0.0, deadline - clock.now()))
+                connection.peer.sendall(connection.unsent)
 
     def invalidate_after_fork(self) -> None:
         """Close every descriptor."""
@@ -325,10 +323,3 @@ class Connection:
         with contextlib.suppress(BlockingIOError):
             while self.unsent:
                 del self.unsent[: self.peer.send(self.unsent)]
-
-    def flush_until(self, deadline: float) -> None:
-        """Send as many of the remaining bytes as possible before the deadline."""
-        self.flush()
-        while self.unsent and (left_s := deadline - clock.now()) > 0:
-            select([], [self.peer], [], left_s)
-            self.flush()

@@ -71,9 +71,8 @@ def close_at_exit(handle: ExitHandler) -> None:
 
 
 def _take_leave() -> None:
-    error = _what_ends_the_process()
-    _close_all(error)
-    if isinstance(error, PeerLostError | AbortedError) and os.getpid() not in _end_at_once:
+    close_all()
+    if isinstance(_what_ends_the_process(), PeerLostError | AbortedError) and os.getpid() not in _end_at_once:
         # Launchers blame the process that exits first, so let the failed process exit first.
         time.sleep(_GRACE_S)
 
@@ -102,10 +101,7 @@ def raise_failed_saves() -> None:
 
 def close_all() -> None:
     """Close all handles that are still open."""
-    _close_all(_what_ends_the_process())
-
-
-def _close_all(error: BaseException | None) -> None:
+    error = _what_ends_the_process()
     # Close the newest handle first, because a handle may depend on older ones. `valuerefs` copies in one step;
     # iterating would raise if a daemon thread registered a handle meanwhile.
     alive = [(ref.key, handle) for ref in _handles.valuerefs() if (handle := ref()) is not None]

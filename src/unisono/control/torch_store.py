@@ -70,9 +70,6 @@ class ControlStore(dist.Store):
         """Return the number of keys in the whole control plane, regardless of prefix."""
         return self._control.num_keys()
 
-    def has_extended_api(self) -> bool:
-        return False
-
     # Torch's C++ code looks up these methods by their C++ names, `deleteKey` and `getNumKeys`.
     deleteKey = delete_key  # noqa: N815
     getNumKeys = num_keys  # noqa: N815

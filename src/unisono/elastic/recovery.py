@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -169,20 +169,17 @@ class Recovery:
                 step itself kills ranks. Raised on every rank.
         """
         while True:
-            self._count_attempt(size)
+            self._attempts = 0 if size is None else self._attempts + 1
+            # If lost ranks are replaced, a step that keeps killing them would go on forever.
+            if self._attempts > _MOST_ATTEMPTS:
+                raise RuntimeError(
+                    f"ranks were lost {self._attempts} times in a row before step {self.step + 1} was committed. Find "
+                    "out what ends them there, such as its data or the memory that it needs, and load a checkpoint"
+                )
             self.comm = self.comm.rebuild(grow=grow, size=size, timeout=timeout)
-            if self._went_well(self._follow):
+            if self._went_well():
                 return self.comm
             grow = 0
-
-    def _count_attempt(self, size: int | None) -> None:
-        """Raise `RuntimeError` if a step keeps killing ranks; otherwise ranks would be replaced forever."""
-        self._attempts = 0 if size is None else self._attempts + 1
-        if self._attempts > _MOST_ATTEMPTS:
-            raise RuntimeError(
-                f"ranks were lost {self._attempts} times in a row before step {self.step + 1} was committed. Find out "
-                "what ends them there, such as its data or the memory that it needs, and load a checkpoint"
-            )
 
     def join(self, comm: Communicator | None = None) -> Communicator:
         """Join a running job as a new rank, while the job's ranks are in `recover`.
@@ -210,7 +207,7 @@ class Recovery:
             self._snapshots.forget()
         self.comm = comm or self.comm
         self.step = -1
-        if not self._went_well(self._follow):
+        if not self._went_well():
             return self.recover()
         return self.comm
 
@@ -238,14 +235,14 @@ class Recovery:
         self._leaving = True
         while True:
             self.comm = self.comm.rebuild(timeout=timeout)
-            if self._went_well(self._follow):
+            if self._went_well():
                 self.comm.close()
                 return
 
-    def _went_well(self, do: Callable[[], bool]) -> bool:
-        """Return the result of `do`, or False if another rank was lost while it ran."""
+    def _went_well(self) -> bool:
+        """Return the result of `_follow`, or False if another rank was lost while it ran."""
         try:
-            return do()
+            return self._follow()
         except (PeerLostError, CommTimeoutError):
             return False
         except CommError as error:
@@ -259,7 +256,7 @@ class Recovery:
         """Agree on the step, and move all parts to `comm`. Return False if this rank must rebuild `comm` again."""
         comm = self.comm
         shots = self._snapshots
-        serial = 0 if shots is None else shots.serial if shots.has(shots.serial) else -1
+        serial = 0 if shots is None else shots.serial if shots.serial in shots.taken else -1
         everyone = comm.all_gather_object((serial, self.step, self._samples, self._leaving))
         leaving = [rank for rank, found in enumerate(everyone) if found[3]]
         if leaving:
@@ -317,18 +314,18 @@ class Sharded(Protocol):
         """Return this rank's element range of the tensor at a path in the snapshot."""
 
 
+@dataclass(frozen=True, slots=True)
 class _Copy:
     """Copy of one rank's shards, in a single buffer that can be sent as one message.
 
-    Args:
+    Attributes:
         index: For each shard: its key, the index of its first element, its number of elements, the shape of the whole
             tensor, and its dtype.
         memory: The shards' elements as bytes; each shard is aligned to 16 bytes.
     """
 
-    def __init__(self, index: list[tuple[_Key, int, int, torch.Size, torch.dtype]], memory: torch.Tensor) -> None:
-        self.index = index
-        self.memory = memory
+    index: list[tuple[_Key, int, int, torch.Size, torch.dtype]]
+    memory: torch.Tensor
 
     @classmethod
     def of(cls, shards: Mapping[_Key, TensorShard], device: torch.device) -> _Copy:
@@ -411,6 +408,7 @@ class Snapshots:
 
     Attributes:
         serial: Number of the last snapshot known to be complete on all ranks; -1 if there is none.
+        taken: The snapshots that this rank has, by number.
     """
 
     def __init__(self, sharded: Mapping[str, Sharded], whole: Mapping[str, Any], redundancy: int) -> None:
@@ -422,11 +420,11 @@ class Snapshots:
     def forget(self) -> None:
         """Drop all snapshots, because this rank will receive another rank's state."""
         self.serial: int = -1
-        self._taken: dict[int, _Snapshot] = {}
+        self.taken: dict[int, _Snapshot] = {}
 
     def take(self, comm: Communicator) -> None:
         """Take a snapshot, send copies to the neighbours, and wait until all ranks have done the same. Collective."""
-        self._taken = {serial: taken for serial, taken in self._taken.items() if serial == self.serial}
+        self.taken = {serial: taken for serial, taken in self.taken.items() if serial == self.serial}
         shards: dict[_Key, TensorShard] = {}
         rest = {name: _without_shards(part.snapshot(), (name,), shards) for name, part in self._sharded.items()}
         rest |= {name: deepcopy(part.state_dict()) for name, part in self._whole.items()}
@@ -434,14 +432,10 @@ class Snapshots:
         taken = _Snapshot(comm.rank, comm.size, rest, {comm.rank: own})
         for distance in range(1, min(self._redundancy, comm.size - 1) + 1):
             taken.copies[(comm.rank - distance) % comm.size] = own.shift(comm, distance)
-        self._taken[self.serial + 1] = taken
+        self.taken[self.serial + 1] = taken
         # After the barrier, every rank has the snapshot.
         comm.barrier()
         self.serial += 1
-
-    def has(self, serial: int) -> bool:
-        """Return whether this rank has snapshot number `serial`."""
-        return serial in self._taken
 
     def restore(self, comm: Communicator, serial: int, leader: int) -> None:
         """Restore all parts from a snapshot, and divide the shards among the ranks of a new communicator. Collective.
@@ -454,7 +448,7 @@ class Snapshots:
         Raises:
             RuntimeError: No rank has a copy of some shards. Raised on every rank.
         """
-        mine = self._taken.get(serial)
+        mine = self.taken.get(serial)
         known = comm.all_gather_object((sorted(mine.copies), mine.size) if mine else None)
         self._check_complete(known, known[leader])
         rest: dict[str, Any] = mine.rest if mine else {}
@@ -500,7 +494,7 @@ class Snapshots:
             comm: Communicator of the leaving and the remaining ranks.
             leaving: The ranks that are leaving.
         """
-        known = comm.all_gather_object({s: (sorted(taken.copies), taken.size) for s, taken in self._taken.items()})
+        known = comm.all_gather_object({s: (sorted(taken.copies), taken.size) for s, taken in self.taken.items()})
         for serial in sorted({serial for each in known for serial in each}):
             have = {rank: each[serial] for rank, each in enumerate(known) if serial in each}
             staying = [rank for rank in have if rank not in leaving]
@@ -511,10 +505,9 @@ class Snapshots:
                 src = holders[0]
                 dst = staying[shard % len(staying)]
                 if comm.rank == src:
-                    self._taken[serial].copies[shard].send(comm, dst)
+                    self.taken[serial].copies[shard].send(comm, dst)
                 elif comm.rank == dst:
-                    self._taken[serial].copies[shard] = _Copy.recv(comm, src)
-        comm.barrier()
+                    self.taken[serial].copies[shard] = _Copy.recv(comm, src)
 
 
 def _without_shards(state: Any, path: _Key, shards: dict[_Key, TensorShard]) -> Any:

@@ -16,32 +16,39 @@ class WaitingRequests:
     """
 
     def __init__(self) -> None:
-        self._requests: dict[tuple[int, int], tuple[_Event, str | None]] = {}
+        # By event, because every change of a key looks for the requests that wait for it.
+        self._requests: dict[_Event, dict[tuple[int, int], str | None]] = {}
 
     def add(self, client: int, request: int, event: _Event, group: str | None = None) -> None:
         """Let a request wait for an event. If a group is given, its failure also ends the wait."""
-        self._requests[client, request] = event, group
+        self._requests.setdefault(event, {})[client, request] = group
 
     def count(self, event: _Event) -> int:
         """Return how many requests wait for an event."""
-        return sum(event == each for each, _ in self._requests.values())
+        return len(self._requests.get(event, ()))
 
     def take(self, event: _Event, most: int | None = None) -> list[tuple[int, int]]:
         """Remove and return the requests that wait for an event: all, or at most the first `most`."""
-        return self._take(lambda _, wait: wait[0] == event, most)
+        return self._take([event], lambda _who, _group: True, most)
 
     def take_failed(self, group: str) -> list[tuple[int, int]]:
         """Remove and return the requests whose wait ends because a group has failed."""
-        return self._take(lambda _, wait: wait[1] == group)
+        return self._take(list(self._requests), lambda _who, given: given == group)
 
     def forget(self, client: int, request: int | None = None) -> None:
         """Remove a client's request; if `request` is None, remove all of the client's requests."""
-        self._take(lambda who, _: who[0] == client and request in (None, who[1]))
+        self._take(list(self._requests), lambda who, _group: who[0] == client and request in (None, who[1]))
 
     def _take(
-        self, chosen: Callable[[tuple[int, int], tuple[_Event, str | None]], bool], most: int | None = None
+        self, events: list[_Event], chosen: Callable[[tuple[int, int], str | None], bool], most: int | None = None
     ) -> list[tuple[int, int]]:
-        found = [who for who, wait in self._requests.items() if chosen(who, wait)][:most]
-        for who in found:
-            del self._requests[who]
+        found: list[tuple[int, int]] = []
+        for event in events:
+            waiting = self._requests.get(event, {})
+            taken = [who for who, group in waiting.items() if chosen(who, group)][:most]
+            for who in taken:
+                del waiting[who]
+            if not waiting:
+                self._requests.pop(event, None)
+            found += taken
         return found

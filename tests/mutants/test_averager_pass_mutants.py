@@ -214,8 +214,8 @@ def fails_unsent(self: Averaging) -> None:
     original_fail(self)
 
 
-def keeps_no_copies(self: Reduction, *given: Any, keeps_copies: bool) -> None:
-    original_reduction(self, *given, keeps_copies=False)
+def keeps_no_copies(self: Reduction, *given: Any, **_: Any) -> None:
+    original_reduction(self, *given)
 
 
 original_abandon, original_save = BackwardTracker.abandon, SavedGradients.__init__

@@ -62,7 +62,7 @@ class Lives(RuleBasedStateMachine):
 
     @rule(fails=st.booleans())
     def close(self, fails: bool) -> None:
-        def drain() -> None:
+        def drain(_timeout_s: float) -> None:
             self.phase_is_that_of_the_table()
             self.calls_do_what_the_phase_says()
             if fails:
@@ -71,7 +71,7 @@ class Lives(RuleBasedStateMachine):
         before = self.expected
         if before not in CLOSED:
             self.after("close")
-        with patch.object(self.engine.ending, "drain", drain):
+        with patch.object(self.engine._helper, "join", drain):
             self.comm.close()
         if before not in CLOSED:
             self.after("drain")

@@ -15,7 +15,7 @@ from itertools import count
 from random import Random
 from types import FrameType
 
-from unisono.core.flight_recorder import is_internal, is_users, site_of, thread_frames, with_callers
+from unisono.core.flight_recorder import is_internal, site_of, thread_frames, users_frame, with_callers
 from unisono.errors import CommTimeoutError, DeadlockError
 
 __all__ = ["EndedError", "SimulatedTask", "TaskScheduler", "here", "name_ranks", "nanoseconds", "unpatched", "waiting"]
@@ -505,11 +505,13 @@ def _stuck_error(task: SimulatedTask | None, stuck_s: float) -> CommTimeoutError
 
 def _operation_of(frame: FrameType | None) -> tuple[str | None, str | None]:
     """Return the library operation that the user's program is running, and the line that called the operation."""
+    # If no code is the user's, because the program belongs to an installed package, this is the package's frame.
+    program = users_frame(frame)
     operation: str | None = None
     for each in with_callers(frame):
+        if each is program:
+            return operation, site_of(program)
         file = each.f_code.co_filename
-        if is_internal(file):
-            operation = operation if file.startswith(_HERE) else each.f_code.co_name
-        elif is_users(file):
-            return operation, site_of(each)
+        if is_internal(file) and not file.startswith(_HERE):
+            operation = each.f_code.co_name
     return None, None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import queue
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -47,6 +49,20 @@ def test_unreleased_lock_is_a_deadlock() -> None:
     said = r"rank 0 waits at test_scheduler_failures.py:.* for something in its own process"
     with pytest.raises(DeadlockError, match=said):
         un.simulate(program, 1)
+
+
+def test_deadlock_names_the_line_of_a_program_in_an_installed_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    (packages / "installed_trainer.py").write_text(
+        "import torch\n\ndef train(comm):\n    comm.recv(torch.zeros(1), 1 - comm.rank)\n"
+    )
+    monkeypatch.syspath_prepend(packages)
+    program = importlib.import_module("installed_trainer").train
+    with pytest.raises(DeadlockError, match=r"rank 0 waits in recv at installed_trainer.py:4 for 4 B from rank 1"):
+        un.simulate(program, 2)
 
 
 def test_program_may_continue_after_a_deadlock() -> None:

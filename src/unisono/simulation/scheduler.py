@@ -14,6 +14,7 @@ from heapq import heappop, heappush, nsmallest
 from itertools import count
 from random import Random
 from types import FrameType
+from typing import NamedTuple
 
 from unisono.core.flight_recorder import is_internal, site_of, thread_frames, users_frame, with_callers
 from unisono.errors import CommTimeoutError, DeadlockError
@@ -39,7 +40,7 @@ class SimulatedTask:
         number: Number of the current wait, so that an earlier wait's deadline cannot end the current wait.
         pending: Exception to raise in the current or next wait, or None.
         waits: Descriptions of the task's nested waits, innermost last.
-        hasty: Number of the task's current waits that always end at their deadline, even if that is far away.
+        hasty: Number of the enclosing `waiting` contexts that are hasty.
         polls: Number of clock or flag reads since the task last yielded.
         children: Number of threads that the task has started.
         joiners: Tasks that wait for this task to end.
@@ -124,8 +125,21 @@ def nanoseconds(seconds: float) -> int:
     return math.ceil(min(max(seconds, 0.0), 3.2e9) * _NS)
 
 
-_Event = tuple[int, float, int, _Action, Callable[[], bool]]
-"""Virtual time, two numbers that order simultaneous events, the action, and whether the action is still wanted."""
+class _Event(NamedTuple):
+    """Action scheduled at a virtual time. Events are compared by their first three fields.
+
+    Attributes:
+        when: Virtual time, in nanoseconds.
+        chance, number: Numbers that order simultaneous events: a random one, and one that differs between all events.
+        fire: The action.
+        live: Function that returns whether the action is still wanted.
+    """
+
+    when: int
+    chance: float
+    number: int
+    fire: _Action
+    live: Callable[[], bool]
 
 
 class _Calendar:
@@ -149,21 +163,17 @@ class _Calendar:
             patient: Whether the action is merely the deadline of a wait with (nearly) the default timeout.
         """
         heap = self._patient if patient else self._others
-        heappush(heap, (when, self._random.random(), next(self._count), fire, live))
+        heappush(heap, _Event(when, self._random.random(), next(self._count), fire, live))
 
-    def next(self) -> tuple[int, _Action] | None:
-        """Remove the first event, and return its time and action.
-
-        Return None if only deadlines of waits with the default timeout are left.
-        """
+    def next(self) -> _Event | None:
+        """Remove and return the first event; None if only deadlines of waits with the default timeout are left."""
         for heap in (self._patient, self._others):
-            while heap and not heap[0][-1]():
+            while heap and not heap[0].live():
                 heappop(heap)
         if not self._others:
             return None
         heap = self._patient if self._patient and self._patient[0] < self._others[0] else self._others
-        when, _, _, fire, _ = heappop(heap)
-        return when, fire
+        return heappop(heap)
 
 
 _POLLS = 100
@@ -404,9 +414,8 @@ class TaskScheduler:
             if found is None:
                 self._break_deadlock()
             else:
-                when, fire = found
-                self.now = max(self.now, when)
-                fire()
+                self.now = max(self.now, found.when)
+                found.fire()
         return None
 
     def _break_deadlock(self) -> None:

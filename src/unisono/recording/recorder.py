@@ -367,5 +367,8 @@ class ControlReplies:
         self._ask = ask
 
     def __getattr__(self, name: str) -> Any:
+        # A copy is asked for special methods before it has `_inner`.
+        if name.startswith("_"):
+            raise AttributeError(name)
         found = getattr(self._inner, name)
         return partial(self._ask, name, found) if name in _REPLIES else found

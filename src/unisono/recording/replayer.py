@@ -31,7 +31,7 @@ from unisono.errors import CommError, CommTimeoutError, MismatchError, Unavailab
 from unisono.recording.log import Log, LogEntry, error_from, path_of
 from unisono.recording.recorder import ControlReplies, described, key_of
 
-__all__ = ["RankReplay", "RecordingEndError", "ReplayTransport", "without_torch_groups"]
+__all__ = ["AloneControl", "RankReplay", "RecordingEndError", "ReplayTransport", "without_torch_groups"]
 
 T = TypeVar("T")
 
@@ -121,7 +121,7 @@ class RankReplay:
         options = Options(backend, device, timeout_s, chunk_bytes=chunk_bytes, deterministic=deterministic)
         group = Group(header["name"], header["rank"], tuple(header["members"]))
         transport = ReplayTransport(self, group)
-        control = cast("ControlPlane", ControlReplies(cast("ControlPlane", _Alone(self)), self.reply))
+        control = cast("ControlPlane", ControlReplies(cast("ControlPlane", AloneControl(self)), self.reply))
         return Communicator(transport, control, options, check="auto" if header["checked"] else "off")
 
     def run(self, program: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> T | None:
@@ -386,7 +386,7 @@ class _ReplayedWork(ChainedWork):
         return entry is not None and bool(entry.value)
 
 
-class _Alone:
+class AloneControl:
     """Control plane without peers, which answers requests as if all ranks made the same request."""
 
     def __init__(self, replay: RankReplay) -> None:
@@ -394,7 +394,11 @@ class _Alone:
         self._local = LocalHub().control()
 
     def __getattr__(self, name: str) -> Any:
-        # The store and shared objects, which need no peers.
+        # A copy is asked for special methods before it has `_local`.
+        if name.startswith("_"):
+            raise AttributeError(name)
+        # The store, shared objects and the end of a group need no peers, and a group that was never joined has no
+        # failure.
         return getattr(self._local, name)
 
     def get(self, key: str, timeout: float, group: Group | None = None) -> bytes:

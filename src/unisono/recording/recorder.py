@@ -8,7 +8,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from threading import get_ident
 from typing import Any, cast
@@ -68,6 +68,8 @@ class Recording(Closing):
         self._owner = get_ident()
         self._left = steps
         if steps is not None:
+            with _registering:
+                _register()
             _counting.append(self)
 
     @property
@@ -98,16 +100,21 @@ class Recording(Closing):
 _counting: list[Recording] = []
 """Recordings that end after a number of optimizer steps."""
 
+_registering = threading.Lock()
+
+
+@cache
+def _register() -> None:
+    """Call `_stepped` after each optimizer step from now on."""
+    # One hook serves all recordings and remains registered, because removing it is unsafe. Torch iterates over its
+    # hooks while it calls them. If a recording ended and removed its hook from inside the hook or in another rank's
+    # thread, the optimizer step would fail with "OrderedDict mutated during iteration".
+    register_optimizer_step_post_hook(_stepped)
+
 
 def _stepped(*_: Any) -> None:
     for recording in tuple(_counting):
         recording.stepped()
-
-
-# One hook serves all recordings and remains registered, because removing it is unsafe. Torch iterates over its hooks
-# while it calls them. If a recording ended and removed its hook from inside the hook or in another rank's thread, the
-# optimizer step would fail with "OrderedDict mutated during iteration".
-register_optimizer_step_post_hook(_stepped)
 
 
 def begin(folder: str | Path, comm: Communicator, steps: int | None) -> Recording:

@@ -30,9 +30,9 @@ from unisono.errors import CommError, UnavailableError
 from unisono.recording.log import LogWriter, path_of, words_of
 from unisono.wrappers.base import Wrapper
 
-__all__ = ["ControlReplies", "Recorded", "Recording", "begin", "described", "key_of"]
+__all__ = ["ATTRIBUTES", "ControlReplies", "Recorded", "Recording", "begin", "described", "key_of"]
 
-_ATTRIBUTES = ("native", "tags", "any_source", "balanced", "devices", "host_staged", "overlaps", "background")
+ATTRIBUTES = ("native", "tags", "any_source", "balanced", "devices", "host_staged", "overlaps", "background")
 """Attributes of a transport that a program or this library may depend on, so a replay must restore them."""
 
 _REPLIES: dict[str, int] = {
@@ -133,7 +133,7 @@ def begin(folder: str | Path, comm: Communicator, steps: int | None) -> Recordin
         "options": (options.backend, options.device, options.timeout_s, options.chunk_bytes, options.deterministic),
         "checked": engine.checked,
         "hosts": comm.hosts,
-        "attributes": {name: getattr(transport, name) for name in _ATTRIBUTES},
+        "attributes": {name: getattr(transport, name) for name in ATTRIBUTES},
         "random": RNG().state_dict(),
         "threads": torch.get_num_threads(),
         "environment": {name: os.environ[name] for name in _PLACE if name in os.environ},

@@ -29,7 +29,7 @@ from unisono.core.types import Message, PointToPoint, Recv, Timeout, Work
 from unisono.core.work import ChainedWork, Completion, raised_by
 from unisono.errors import CommError, CommTimeoutError, MismatchError, UnavailableError
 from unisono.recording.log import Log, LogEntry, error_from, path_of
-from unisono.recording.recorder import ControlReplies, described, key_of
+from unisono.recording.recorder import ATTRIBUTES, ControlReplies, described, key_of
 
 __all__ = ["AloneControl", "RankReplay", "RecordingEndError", "ReplayTransport", "without_torch_groups"]
 
@@ -182,7 +182,8 @@ class ReplayTransport(Transport):
         self._received = Counter[tuple[int, int]]()
         self._works = 0
         self._futures = _Futures(replay, group.name)
-        vars(self).update(replay.header["attributes"])
+        for name in ATTRIBUTES:
+            setattr(self, name, replay.header["attributes"][name])
 
     def split(self, group: Group) -> ReplayTransport:
         return ReplayTransport(self.replay, group)

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -133,9 +133,8 @@ def check_state(make: Make, comm: Communicator, bucket: Bucket) -> None:
     spawned = codec.clone()
     for expected, step in zip(before, steps[:2], strict=True):
         assert _same(_averaged(spawned, step, comm, bucket), expected), "a spawned codec does not start fresh"
-    with suppress(ValueError):
+    with _raising(ValueError, otherwise="a state of another kind was loaded without an error"):
         make().load_state_dict({"no such": 1})
-        raise AssertionError("a state of another kind was loaded without an error")
 
 
 def check_nonfinite(make: Make, comm: Communicator, bucket: Bucket) -> None:
@@ -186,9 +185,9 @@ def check_input(make: Make, comm: Communicator, bucket: Bucket) -> None:
     if bucket.numel > 1:
         wrong.append((torch.stack((good, good), dim=1)[:, 0], sizes, None))
     for flat, shapes, kept in wrong:
-        with suppress(TypeError, ValueError):
+        taken = f"took {flat}, kept={kept}, for a bucket of {shapes} without an error"
+        with _raising(TypeError, ValueError, otherwise=taken):
             codec.average(flat, comm, shapes, kept)
-            raise AssertionError(f"took {flat}, kept={kept}, for a bucket of {shapes} without an error")
     _averaged(codec, good, comm, bucket)
 
 
@@ -204,9 +203,9 @@ def check_mismatch(make: Make, comm: Communicator, bucket: Bucket) -> None:
         return
     for shapes in ([*bucket.shapes, (1,)], [*bucket.shapes, (0,)]):
         other = replace(bucket, shapes=shapes) if comm.rank == comm.size - 1 else bucket
-        with suppress(MismatchError):
+        unnoticed = f"no rank noticed that a rank has one more parameter, of shape {shapes[-1]}"
+        with _raising(MismatchError, otherwise=unnoticed):
             _averaged(make(), other.contribution(comm.rank), comm, other)
-            raise AssertionError(f"no rank noticed that a rank has one more parameter, of shape {shapes[-1]}")
 
 
 def check_feedback(make: Make, comm: Communicator, bucket: Bucket, steps: int = 256) -> None:
@@ -255,6 +254,16 @@ def check_bytes(make: Make, size: int, bucket: Bucket) -> None:
     sent = bytes_sent(make, size, bucket)
     predicted = make().wire_bytes(bucket.numel, bucket.sizes, size, bucket.dtype.itemsize)
     assert abs(sent - predicted) <= 0.02 * predicted, f"a rank sends {sent} bytes, but wire_bytes is {predicted}"
+
+
+@contextmanager
+def _raising(*errors: type[Exception], otherwise: str) -> Iterator[None]:
+    """Return a context that expects one of these errors; without it, raises an `AssertionError` with this message."""
+    try:
+        yield
+    except errors:
+        return
+    raise AssertionError(otherwise)
 
 
 def _averaged(codec: Codec, contribution: torch.Tensor, comm: Communicator, bucket: Bucket) -> torch.Tensor:

@@ -132,25 +132,26 @@ def barrier_waits_for_all_ranks(world: World) -> None:
 def objects_arrive_on_all_ranks(world: World) -> None:
     """The four object collectives transfer plain values of different lengths, from and to each rank."""
 
-    def program(comm: Communicator) -> list[str]:
-        mine = _object(comm.rank)
-        found = [str(value) for value in comm.all_gather_object(mine)]
+    def program(comm: Communicator) -> list[object]:
+        mine = {"rank": comm.rank, "text": "é" * comm.rank, "tensor": torch.arange(comm.rank), "nothing": None}
+        found: list[object] = [_plain(value) for value in comm.all_gather_object(mine)]
         for root in range(comm.size):
             gathered = comm.gather_object(mine, root)
             assert (gathered is None) == (comm.rank != root)
             parts = [[root, rank] for rank in range(comm.size)] if comm.rank == root else None
             assert comm.scatter_object(parts, root) == [root, comm.rank]
-            found.append(str(comm.broadcast_object(mine if comm.rank == root else None, root)))
+            found.append(_plain(comm.broadcast_object(mine if comm.rank == root else None, root)))
         return found
 
-    wanted = [str(_object(rank)) for rank in range(3)] * 2
+    wanted = [(rank, "é" * rank, list(range(rank)), None) for rank in range(3)] * 2
     for found in world.run(program, size=3):
         assert found == wanted, found
 
 
-def _object(rank: int) -> dict[str, object]:
-    """Return a rank's object. Compare objects as text, because tensors are compared element by element."""
-    return {"rank": rank, "text": "é" * rank, "tensor": torch.arange(rank), "nothing": None}
+def _plain(value: dict[str, object]) -> tuple[object, ...]:
+    tensor = value["tensor"]
+    assert isinstance(tensor, torch.Tensor)
+    return value["rank"], value["text"], tensor.tolist(), value["nothing"]
 
 
 def _hold(world: World, cases: list[Case], size: int) -> list[str]:

@@ -11,9 +11,7 @@ import torch
 from unisono.collectives.algorithms import ALGORITHMS
 from unisono.communicator import Communicator
 from unisono.core.types import Recv
-from unisono.core.work import raised_by
-from unisono.errors import CommError
-from unisono.testing.conformance.world import World, numbers, together
+from unisono.testing.conformance.world import Raised, World, numbers, raised, together
 
 __all__ = ["bad_arguments_are_rejected_before_sending", "second_thread_is_rejected"]
 
@@ -23,20 +21,20 @@ def bad_arguments_are_rejected_before_sending(world: World) -> None:
     found = world.run(_program, size=2)[0]
     for error, (mistake, kind, words, _) in zip(found, _BAD, strict=True):
         # A `MismatchError`, which is a `ValueError`, would come only after something was sent.
-        assert type(error) is kind, f"{mistake}: {error!r}, not {kind.__name__}"
-        missing = [word for word in words if word not in str(error)]
-        assert not missing, f"{mistake}: {missing} is missing in: {error}"
+        assert error.kinds[:1] == (kind.__name__,), f"{mistake}: {error}, not {kind.__name__}"
+        missing = [word for word in words if word not in error.text]
+        assert not missing, f"{mistake}: {missing} is missing in: {error.text}"
 
 
 def second_thread_is_rejected(world: World) -> None:
     """A communicator belongs to one thread until that thread calls `release_thread`."""
 
-    def program(comm: Communicator) -> list[BaseException | None]:
+    def program(comm: Communicator) -> list[Raised]:
         together(comm)
-        raised: list[BaseException | None] = []
+        found: list[Raised] = []
 
         def other() -> None:
-            raised.append(raised_by(lambda: comm.all_reduce(numbers(comm, 1))))
+            found.append(raised(lambda: comm.all_reduce(numbers(comm, 1))))
 
         for released in (False, True):
             if released:
@@ -44,21 +42,21 @@ def second_thread_is_rejected(world: World) -> None:
             thread = threading.Thread(target=other)
             thread.start()
             thread.join()
-        return raised
+        return found
 
-    for raised in world.run(program, on_failure="continue"):
-        assert isinstance(raised, list), raised
-        assert isinstance(raised[0], CommError), raised
-        assert "another thread" in str(raised[0]), raised
-        assert "release_thread" in str(raised[0]), raised
-        assert raised[1] is None, raised
+    for found in world.run(program, on_failure="continue"):
+        assert isinstance(found, list), found
+        assert "CommError" in found[0].kinds, found
+        assert "another thread" in found[0].text, found
+        assert "release_thread" in found[0].text, found
+        assert found[1] == Raised(), found
 
 
-def _program(comm: Communicator) -> list[BaseException | None]:
+def _program(comm: Communicator) -> list[Raised]:
     together(comm)
-    raised = [raised_by(partial(call, comm)) for *_, call in _BAD] if comm.rank == 0 else []
+    found = [raised(partial(call, comm)) for *_, call in _BAD] if comm.rank == 0 else []
     together(comm)
-    return raised
+    return found
 
 
 def _one(comm: Communicator) -> torch.Tensor:

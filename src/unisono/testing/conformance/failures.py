@@ -9,9 +9,8 @@ from contextlib import suppress
 import torch
 
 from unisono.communicator import Communicator
-from unisono.core.work import raised_by
 from unisono.errors import AbortedError, ClosedError, CommTimeoutError, PeerLostError
-from unisono.testing.conformance.world import NOTHING, World, check_loss, error_of, numbers, together
+from unisono.testing.conformance.world import NOTHING, Raised, World, check_loss, error_of, numbers, raised, together
 
 __all__ = [
     "abort_ends_every_wait",
@@ -81,7 +80,7 @@ def failed_rank_is_reported_to_the_others(world: World) -> None:
 def failed_rank_is_reported_in_subgroups(world: World) -> None:
     """In a sub-group, waits for a failed rank raise a `PeerLostError`, which the work and its future report."""
 
-    def program(comm: Communicator, never_s: float) -> list[BaseException | None]:
+    def program(comm: Communicator, never_s: float) -> list[Raised]:
         part = comm.dup()
         if comm.rank == 1:
             comm.barrier()
@@ -96,7 +95,7 @@ def failed_rank_is_reported_in_subgroups(world: World) -> None:
             future.wait,
             lambda: part.barrier(timeout=never_s),
         ]
-        return [*map(raised_by, waits), work.exception()]
+        return [*map(raised, waits), Raised.of(work.exception())]
 
     world.run(together)
     started = time.monotonic()
@@ -104,9 +103,9 @@ def failed_rank_is_reported_in_subgroups(world: World) -> None:
     assert time.monotonic() - started < world.soon_s, "the other rank was notified late"
     assert isinstance(found, list), found
     for error in found:
-        assert isinstance(error, PeerLostError), found
-        assert error.peer == 1, f"{error!r} names rank {error.peer}"
-        assert "my own mistake" in str(error), error
+        assert "PeerLostError" in error.kinds, found
+        assert error.peer == 1, f"{error} names rank {error.peer}"
+        assert "my own mistake" in error.text, str(error)
 
 
 def late_rank_is_named(world: World) -> None:

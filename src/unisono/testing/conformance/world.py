@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -17,7 +17,20 @@ from unisono.errors import CommError, PeerLostError
 from unisono.testing.namespaced_ranks import TIMEOUT_S
 from unisono.testing.pools import pool
 
-__all__ = ["NOTHING", "Check", "World", "answer", "check_loss", "error_of", "numbers", "together", "until", "wait_all"]
+__all__ = [
+    "NOTHING",
+    "Check",
+    "Raised",
+    "World",
+    "answer",
+    "check_loss",
+    "error_of",
+    "numbers",
+    "raised",
+    "together",
+    "until",
+    "wait_all",
+]
 
 NOTHING = "nothing was raised"
 
@@ -119,6 +132,43 @@ def until(done: Callable[[], bool], within_s: float) -> None:
     while not done():
         assert time.monotonic() < deadline, f"not complete after {within_s} s without a wait"
         time.sleep(0.001)
+
+
+class Raised(NamedTuple):
+    """What a rank tells of an error that a call raised. The error itself may not survive pickling.
+
+    Attributes:
+        kinds: Names of the error's class and of its base classes; empty if nothing was raised.
+        text: The message.
+        peer, waited_s: As in `CommError`.
+    """
+
+    kinds: tuple[str, ...] = ()
+    text: str = NOTHING
+    peer: int | None = None
+    waited_s: float | None = None
+
+    @classmethod
+    def of(cls, error: BaseException | None) -> Raised:
+        """Describe an error, or that there is none."""
+        if error is None:
+            return cls()
+        kinds = tuple(kind.__name__ for kind in type(error).__mro__)
+        if isinstance(error, CommError):
+            return cls(kinds, str(error), error.peer, error.waited_s)
+        return cls(kinds, str(error))
+
+    def __str__(self) -> str:
+        return f"{self.kinds[0]}: {self.text}" if self.kinds else self.text
+
+
+def raised(call: Callable[[], object]) -> Raised:
+    """Return what a call raises, but not the `SystemExit` that ends an abandoned rank."""
+    try:
+        call()
+    except Exception as error:
+        return Raised.of(error)
+    return Raised()
 
 
 def error_of(call: Callable[[], object], kind: type[Exception]) -> str:

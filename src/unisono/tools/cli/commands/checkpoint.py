@@ -16,7 +16,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -147,11 +146,14 @@ _ACTIONS: dict[str, Callable[[argparse.Namespace], int]] = {
 @contextlib.contextmanager
 def _bar(what: str) -> Iterator[Callable[[int, int], None] | None]:
     """Yield a callback that updates a progress bar, or None if there is no terminal or rich is not installed."""
-    if not sys.stdout.isatty() or find_spec("rich") is None:
+    if not sys.stdout.isatty():
         yield None
         return
-    from rich.progress import Progress
-
+    try:
+        from rich.progress import Progress
+    except ImportError:
+        yield None
+        return
     with Progress() as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -281,6 +281,7 @@ def show_errors(rank: int | None = None, size: int | None = None, report: int | 
 _FILE = "TORCHELASTIC_ERROR_FILE"
 _ATTEMPTS = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
 _FIRST = "unisono-first-error"
+_POLL_S = 0.02
 
 
 class TorchrunReport:
@@ -325,7 +326,10 @@ class TorchrunReport:
         """Wait for the host's first error, and return it, or None if there is none within `timeout_s`."""
         if self._first is None:
             return None
-        clock.poll_until(self._first.exists, clock.now() + timeout_s, spins=0)
+        deadline = clock.now() + timeout_s
+        # Don't ask often, because the file may be on a network file system.
+        while not self._first.exists() and clock.now() < deadline:
+            time.sleep(_POLL_S)
         with suppress(OSError):
             return self._first.read_text()
         return None

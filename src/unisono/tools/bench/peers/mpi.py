@@ -74,23 +74,24 @@ class MpiPeer(Peer):
         mpi = self._mpi
         world = self._world
         kind = getattr(mpi, _TYPES[workload.dtype])
-        op = getattr(mpi, _OPS.get(workload.op, "OP_NULL"))
+        op = getattr(mpi, _OPS[workload.op]) if workload.what.reduces else None
         source = self._described(slot.source, kind)
         target = self._described(slot.target, kind)
         at_root = world.rank == 0
         collected = target if at_root else None
-        calls: dict[str, Callable[[], object]] = {
-            "all_reduce": partial(world.Allreduce, mpi.IN_PLACE, target, op),
-            "reduce": partial(world.Reduce, mpi.IN_PLACE if at_root else source, collected, op, 0),
-            "broadcast": partial(world.Bcast, target, 0),
-            "all_gather": partial(world.Allgather, source, target),
-            "reduce_scatter": partial(world.Reduce_scatter_block, source, target, op),
-            "all_to_all": partial(world.Alltoall, source, target),
-            "gather": partial(world.Gather, source, collected, 0),
-            "scatter": partial(world.Scatter, source if at_root else None, target, 0),
-            "barrier": world.Barrier,
+        # Functions, so that only this workload's call is made.
+        calls: dict[str, Callable[[], Callable[[], object]]] = {
+            "all_reduce": lambda: partial(world.Allreduce, mpi.IN_PLACE, target, op),
+            "reduce": lambda: partial(world.Reduce, mpi.IN_PLACE if at_root else source, collected, op, 0),
+            "broadcast": lambda: partial(world.Bcast, target, 0),
+            "all_gather": lambda: partial(world.Allgather, source, target),
+            "reduce_scatter": lambda: partial(world.Reduce_scatter_block, source, target, op),
+            "all_to_all": lambda: partial(world.Alltoall, source, target),
+            "gather": lambda: partial(world.Gather, source, collected, 0),
+            "scatter": lambda: partial(world.Scatter, source if at_root else None, target, 0),
+            "barrier": lambda: world.Barrier,
         }
-        return calls[workload.collective]
+        return calls[workload.collective]()
 
     def _described(self, tensor: torch.Tensor, kind: MPI.Datatype) -> Any:
         return [self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), kind]

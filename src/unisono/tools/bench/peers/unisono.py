@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+
+import torch
 
 from unisono.comm.tracing import trace
 from unisono.communicator import Communicator
@@ -31,19 +33,23 @@ class UnisonoPeer(Peer):
     def bind(self, workload: Workload, slot: Slot) -> Callable[[], object]:
         comm = self._comm
         op = workload.op.value
-        at_root = comm.rank == 0
-        calls: dict[str, Callable[..., object]] = {
-            "all_reduce": partial(comm.all_reduce, slot.target, op),
-            "reduce": partial(comm.reduce, slot.target, 0, op),
-            "broadcast": partial(comm.broadcast, slot.target, 0),
-            "all_gather": partial(comm.all_gather_single, slot.target, slot.source),
-            "reduce_scatter": partial(comm.reduce_scatter_single, slot.target, slot.source, op),
-            "all_to_all": partial(comm.all_to_all_single, slot.target, slot.source),
-            "gather": partial(comm.gather, slot.source, slot.target.split(workload.count) if at_root else None, 0),
-            "scatter": partial(comm.scatter, slot.target, slot.source.split(workload.count) if at_root else None, 0),
-            "barrier": comm.barrier,
+
+        def parts(tensor: torch.Tensor) -> Sequence[torch.Tensor] | None:
+            return tensor.split(workload.count) if comm.rank == 0 else None
+
+        # Functions, so that only this workload's call is made.
+        calls: dict[str, Callable[[], Callable[..., object]]] = {
+            "all_reduce": lambda: partial(comm.all_reduce, slot.target, op),
+            "reduce": lambda: partial(comm.reduce, slot.target, 0, op),
+            "broadcast": lambda: partial(comm.broadcast, slot.target, 0),
+            "all_gather": lambda: partial(comm.all_gather_single, slot.target, slot.source),
+            "reduce_scatter": lambda: partial(comm.reduce_scatter_single, slot.target, slot.source, op),
+            "all_to_all": lambda: partial(comm.all_to_all_single, slot.target, slot.source),
+            "gather": lambda: partial(comm.gather, slot.source, parts(slot.target), 0),
+            "scatter": lambda: partial(comm.scatter, slot.target, parts(slot.source), 0),
+            "barrier": lambda: comm.barrier,
         }
-        call = calls[workload.collective]
+        call = calls[workload.collective]()
         return call if self._algorithm is None else partial(call, algorithm=self._algorithm)
 
     def chosen(self, call: Callable[[], object]) -> str:

@@ -161,7 +161,7 @@ def _measured(comm: Communicator, settings: Settings, workload: Workload, candid
     timings = interleave(samples, comm, seconds=settings.seconds, least=settings.least).slowest(comm)
     counts = torch.tensor(list(wrong.values()))
     comm.all_reduce(counts)
-    wrong = dict(zip(wrong, counts.tolist(), strict=True))
+    totals = dict(zip(wrong, counts.tolist(), strict=True))
     return Result(
         workload.collective,
         workload.ranks,
@@ -171,10 +171,10 @@ def _measured(comm: Communicator, settings: Settings, workload: Workload, candid
         workload.op.value,
         algorithm,
         timings.of(_OWN) * 1e6,
-        wrong[_OWN],
+        totals[_OWN],
         timings.rounds,
         {
-            name: Against(timings.of(name).median * 1e6, timings.ratio(name, _OWN), wrong[name])
+            name: Against(timings.of(name).median * 1e6, timings.ratio(name, _OWN), totals[name])
             for name in settings.against
         },
     )

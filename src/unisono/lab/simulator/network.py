@@ -198,7 +198,10 @@ def exponentials(seed: int, size: int, number: int) -> Any:
 
 
 def _mixed(word: Any) -> Any:
-    """Return the hash of an integer, or of each element of an array of dtype uint64."""
+    """Return the hash of an int of up to 64 bits, or of each element of an array of dtype uint64.
+
+    The masks keep an int within 64 bits. They change nothing in an array, whose elements wrap around.
+    """
     word = (word + _STEP) & _MASK
     word = ((word ^ (word >> 30)) * _FIRST) & _MASK
     word = ((word ^ (word >> 27)) * _SECOND) & _MASK

@@ -187,7 +187,7 @@ def parse_cpus(text: str) -> set[int]:
     return {cpu for first, _, last in ranges for cpu in range(int(first), int(last or first) + 1)}
 
 
-def shown(numbers: Iterable[int], dash: str = "-", comma: str = ",") -> str:
+def shown(numbers: Iterable[int], *, dash: str = "-", comma: str = ",") -> str:
     """Format a list of numbers as ranges; by default, in Linux's notation for processors.
 
     Args:

@@ -132,7 +132,7 @@ def _line(found: dict[str, Any]) -> str:
     cost = proved[max(proved)]["cost"]
     largest = max(proved)
     words = [
-        f"proved for {shown(proved, '..', ', ')} ranks",
+        f"proved for {shown(proved, dash='..', comma=', ')} ranks",
         f"at {largest}: rounds {cost['rounds']}, messages {cost['messages']}, chunks sent {cost['sent']}",
     ]
     if family_of(found["collective"]).reduces and all(proof["balanced"] for proof in proved.values()):
@@ -140,5 +140,5 @@ def _line(found: dict[str, Any]) -> str:
     elif not all(proof["same_bits"] for proof in proved.values()):
         words.append("exact dtypes only")
     if refused:
-        words.append(f"refuses {shown(refused, '..', ', ')}")
+        words.append(f"refuses {shown(refused, dash='..', comma=', ')}")
     return f"{name}: {'; '.join(words)}"

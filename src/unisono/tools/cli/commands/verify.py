@@ -90,7 +90,7 @@ def _file(path: Path) -> AlgorithmFile:
     """Run a file that the user named, and check that it defines an algorithm."""
     if not path.is_file():
         raise UsageError(f"there is no file {str(path)!r}")
-    file = SimpleNamespace(**run_path(str(path)))
+    file = SimpleNamespace(**run_path(str(path), run_name=path.stem))
     if lacking := [function for function in ("steps", "cost") if not hasattr(file, function)]:
         raise UsageError(f"{str(path)!r} has no function {' and no '.join(lacking)}")
     return cast(AlgorithmFile, file)

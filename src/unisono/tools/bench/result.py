@@ -133,7 +133,7 @@ def line(result: Result) -> str:
     for peer in result.against.values():
         ratio = peer.ratio
         cells += [_figure(peer.time_us), f"{ratio.median:.2f}", f"{ratio.low:.2f}..{ratio.high:.2f}"]
-    widths = [width for _, _, width in (*_COLUMNS, *_PEER_COLUMNS * len(result.against))]
+    widths = [width for _, _, width in (*_COLUMNS, *(_PEER_COLUMNS * len(result.against)))]
     return " " + " ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
 
 

@@ -181,8 +181,6 @@ def _load(storage: Storage, manifest: Manifest, state: Any, scope: CollectiveSco
     builds: list[Callable[[], Any]] = []
 
     def match() -> tuple[list[list[str]], bool]:
-        if scope.rank == 0:
-            manifest.check_sizes(storage.sizes())
         check_location(options.map_location)
         builds.append(restoration.match(state, manifest.state))
         needed = [list(restoration.early.needed), list(restoration.late.needed)]
@@ -191,6 +189,8 @@ def _load(storage: Storage, manifest: Manifest, state: Any, scope: CollectiveSco
             raise StateError(f"its state refers to {absent[0]!r}, which it does not have")
         return needed, bool(restoration.parts)
 
+    # A step of its own: matching calls `state_dict` of the user's objects, which may be collective.
+    scope.first(lambda: manifest.check_sizes(storage.sizes()))
     found, loads_early = zip(*scope.all_or_none(match), strict=True)
     host = ranks_of_host(scope.comm)
     try:

@@ -20,6 +20,33 @@ from unisono.checkpoint.manifest import MANIFEST
 from unisono.testing import run_ranks
 
 
+class Averaged:
+    """An object whose state is collective."""
+
+    def __init__(self, comm: un.Communicator) -> None:
+        self.comm, self.total = comm, torch.ones(3)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        total = self.total.clone()
+        self.comm.all_reduce(total)
+        return {"total": total}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.total = state["total"]
+
+
+def test_truncated_file_is_reported_before_any_rank_asks_an_object_for_its_state(tmp_path: Path) -> None:
+    run_ranks(lambda comm: un.checkpoint.save(tmp_path, {"it": Averaged(comm)}, comm), 2)
+    file = next(tmp_path.glob("*.safetensors"))
+    os.truncate(file, file.stat().st_size - 4)
+
+    def program(comm: un.Communicator) -> None:
+        with pytest.raises(CorruptError, match="instead of"):
+            un.checkpoint.load(tmp_path, {"it": Averaged(comm)}, comm, timeout=20)
+
+    run_ranks(program, 2)
+
+
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as name:

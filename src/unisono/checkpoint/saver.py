@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
@@ -255,10 +256,17 @@ def commit(
     )
     check_ranges(snapshot.shards, ranges, scope.rank)
     lock = SaveLock(storage, save_id)
+    parts: list[Any] = []
     try:
         scope.first(partial(_open, storage, lock), stores=True)
         name = f"{save_id}-{scope.rank:05d}.safetensors"
-        parts = scope.all_or_none(lambda: _write(snapshot, storage, name, save_id, progress), stores=True)
+        try:
+            parts = scope.all_or_none(lambda: _write(snapshot, storage, name, save_id, progress), stores=True)
+        except CheckpointError:
+            # Rank 0 may not see this file, if the ranks do not share the storage.
+            with suppress(OSError):
+                storage.remove(name)
+            raise
         scope.first(lambda: _publish(snapshot, parts, storage, save_id, extra, newest, lock), stores=True)
         if scope.rank == 0:
             _remove_files(storage, lock.replaced)
@@ -267,8 +275,8 @@ def commit(
             if _is_published(storage, save_id):
                 lock.abandon()
             else:
-                # Remove the files of all ranks, even of ranks that have died.
-                _remove_files(storage, {save_id})
+                # Remove the files of all ranks, even of ranks that have died, and even if they are not listed yet.
+                _remove_files(storage, {save_id}, [part["file"][0] for part in parts if part["file"]])
         raise
     finally:
         lock.release()
@@ -445,12 +453,13 @@ def _is_published(storage: Storage, save_id: str) -> bool:
         return True
 
 
-def _remove_files(storage: Storage, saves: Set[str]) -> None:
-    """Remove the files of some saves."""
+def _remove_files(storage: Storage, saves: Set[str], known: Sequence[str] = ()) -> None:
+    """Remove the files of some saves: those that the storage lists, and those with known names."""
     try:
+        storage.remove(*known)
         storage.remove(*[n for n in storage.sizes() if (found := FILE.fullmatch(n)) and found[1] in saves])
     except OSError as error:
-        _log.warning("files of an earlier save remain in %s: %s", os.fspath(storage.where), error)
+        _log.warning("files of unfinished or replaced saves remain in %s: %s", os.fspath(storage.where), error)
 
 
 @dataclass(frozen=True)

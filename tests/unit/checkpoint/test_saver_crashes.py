@@ -15,7 +15,8 @@ import torch
 from checkpoint_crasher import crashes, forkserver
 
 import unisono as un
-from unisono.checkpoint import NoCheckpointError, StorageError
+from unisono.checkpoint import CheckpointError, NoCheckpointError, StorageError
+from unisono.checkpoint.storage import LocalSink, LocalStorage
 from unisono.testing import run_ranks
 
 Patch = pytest.MonkeyPatch
@@ -131,6 +132,45 @@ def test_full_disk_leaves_nothing_behind(folder: Path, monkeypatch: Patch) -> No
     with pytest.raises(StorageError, match="No space left on device"):
         un.checkpoint.save(folder / "a", states(2.0))
     assert sorted(folder.rglob("*")) == before
+
+
+class FullOnOne(LocalStorage):
+    """A directory of one path on several hosts, each with its own disk: one disk is full."""
+
+    def __init__(self, root: Path, *, full: bool) -> None:
+        super().__init__("path", root)
+        self.full = full
+
+    def create(self, name: str) -> LocalSink:
+        if self.full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().create(name)
+
+
+def test_full_disk_of_one_rank_leaves_nothing_on_the_other_disks(tmp_path: Path) -> None:
+    disks = [tmp_path / str(rank) for rank in range(3)]
+    for disk in disks:
+        disk.mkdir()
+
+    def program(comm: un.Communicator) -> None:
+        with pytest.raises(StorageError, match="No space left on device"):
+            un.checkpoint.save(FullOnOne(disks[comm.rank], full=comm.rank == 2), states(1.0), comm)
+
+    run_ranks(program, 3)
+    assert [list(disk.iterdir()) for disk in disks] == [[], [], []]
+
+
+class Unlisted(LocalStorage):
+    """A storage that does not list new files yet, as an object store with eventual consistency."""
+
+    def sizes(self) -> dict[str, int]:
+        return {}
+
+
+def test_files_that_are_not_listed_are_removed_after_a_failed_save(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="does not see"):
+        un.checkpoint.save(Unlisted(str(tmp_path)), states(1.0))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_directory_removed_during_save(folder: Path) -> None:

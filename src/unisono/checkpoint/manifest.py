@@ -77,7 +77,11 @@ _COPIED = ("$array", "$scalar", "$bytes", "$bytearray")
 
 
 class FileEntry(NamedTuple):
-    """A file: its name, its size and the size of its header in bytes, and the digests of header and file."""
+    """A file: its name, its size and the size of its header in bytes, and the digests of header and file.
+
+    The file's digest is for external tools. unisono compares the digests of the header and of each tensor's blocks, which
+    together cover the file.
+    """
 
     name: str
     size: int
@@ -358,6 +362,8 @@ def _check_tiling(manifest: Manifest) -> None:
         for piece in entry.pieces:
             spans[piece.file].append((piece.start, piece.stop))
     for file, found in zip(manifest.files, spans, strict=True):
+        if len(found) == 1:
+            raise ValueError(f"{file.name} has no tensor")
         position = 0
         for start, stop in sorted(found):
             if start != position:

@@ -19,6 +19,7 @@ from unisono.checkpoint.manifest import (
     blocks,
     check_size,
     cost_of,
+    digest,
     hasher,
 )
 from unisono.checkpoint.storage import Source, Storage, contents
@@ -85,10 +86,10 @@ def windows_of(manifest: Manifest, names: Iterable[str], ranges: ByteRanges | No
                 # Also if the piece is empty, and has no blocks.
                 files.add(piece.file)
             cut = zip(blocks(piece.start, piece.stop), piece.digests, strict=True)
-            for (start, stop), digest in cut:
+            for (start, stop), expected in cut:
                 at = offset + start - piece.start
                 if wanted is None or any(low < at + stop - start and at < high for low, high in wanted):
-                    needed.append(Block(piece.file, start, stop, digest, name, at))
+                    needed.append(Block(piece.file, start, stop, expected, name, at))
             offset += piece.stop - piece.start
     for index in files.union(block.file for block in needed):
         file = manifest.files[index]
@@ -186,21 +187,38 @@ class Files(Closing):
             hold: Whether to keep the windows' bytes in memory, so that they are not read again.
             on_bytes: Called with the number of bytes in each checked window.
         """
-        longest = max([block.stop - block.start for window in windows for block in window.blocks], default=0)
-        bad = []
+        longest = max([window.stop - window.start for window in windows], default=0)
+        bad: list[Block] = []
         spare = memoryview(bytearray(0 if hold else longest))
         for number, window in enumerate(windows):
             self.prefetch(windows, number)
-            for block in window.blocks:
-                length = block.stop - block.start
-                into = memoryview(bytearray(length)) if hold else spare[:length]
-                if not self.read(block, into):
-                    bad.append(block)
-                elif hold:
-                    self._held[block] = into
+            if hold:
+                bad += [block for block in window.blocks if not self._hold(block)]
+            else:
+                bad += self._damaged(window, spare[: window.stop - window.start])
             if on_bytes is not None:
                 on_bytes(window.stop - window.start)
         self.corrupt_error(bad)
+
+    def _hold(self, block: Block) -> bool:
+        """Read a block and keep its bytes, if they match their digest; return whether they do."""
+        into = memoryview(bytearray(block.stop - block.start))
+        intact = self.read(block, into)
+        if intact:
+            self._held[block] = into
+        return intact
+
+    def _damaged(self, window: ReadWindow, into: memoryview) -> list[Block]:
+        """Read a window into memory of its size, and return its damaged blocks."""
+        if len(window.blocks) == 1:
+            # A large block is hashed in chunks while they are in the CPU cache.
+            return [block for block in window.blocks if not self.read(block, into)]
+        # Small blocks are read together: there may be thousands.
+        self.open(window.file).read(window.start, into)
+        start = window.start
+        return [
+            block for block in window.blocks if digest(into[block.start - start : block.stop - start]) != block.digest
+        ]
 
     def corrupt_error(self, bad: Sequence[Block]) -> None:
         """If there are damaged blocks, raise a `CorruptError` that names every tensor with bytes in these blocks."""

@@ -52,7 +52,8 @@ def _verify(storage: Storage, progress: Progress | None) -> Manifest:
     manifest, _ = read_manifest(storage)
     manifest.check_sizes(storage.sizes())
     with Files(storage, manifest) as files:
-        # Every byte of every file belongs to a header or a block: `read_manifest` has checked that.
+        # The windows cover every file: `read_manifest` has checked that each byte belongs to a header or to a tensor's
+        # block, and that each file has a tensor, whose windows include the file's header.
         files.check(windows_of(manifest, manifest.tensors), on_bytes=counter(progress, manifest.nbytes))
     return manifest
 

@@ -219,6 +219,9 @@ LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
         pieces=[[0, *whole["tensors"]["model.weight"]["pieces"][0][1:]]], shape=[30, 20]
     ),
     "has another size": lambda whole: whole["files"][0].__setitem__(1, 1 << 40),
+    "has no tensor": lambda whole: whole["files"].append(
+        ["0123456789abcdef-00009.safetensors", 8, 8, *whole["files"][0][3:]]
+    ),
     "is listed twice": lambda whole: whole["files"].append(whole["files"][0]),
     "other digests than blocks": lambda whole: whole["tensors"]["model.bias"]["pieces"][0].__setitem__(3, []),
     "the number of ranks differs": lambda whole: whole.update(ranks=3),

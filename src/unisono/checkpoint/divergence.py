@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from unisono.checkpoint.collective import CollectiveScope
 from unisono.checkpoint.loader import Destination
-from unisono.checkpoint.manifest import TensorEntry, blocks, digest
-from unisono.checkpoint.reader import Block, ReadWindow, grouped
+from unisono.checkpoint.manifest import BLOCK, TensorEntry, digest
 from unisono.checkpoint.restore import Restorer, Wanted
 from unisono.checkpoint.saver import PreparedState
 from unisono.checkpoint.tree import DTYPE_NAMES, Captured, as_bytes, capture, dtype_of, names_in, tagged
@@ -115,8 +114,8 @@ def sync(state: Any, comm: Communicator, src: int = 0) -> Any:
     def receive(wanted: Wanted, number: int) -> None:
         names = {name for needed in found for name in needed[number]}
         destinations = {name: Destination(entries[name], wanted.targets.get(name), None) for name in wanted.needed}
-        for window in _windows({name: entry for name, entry in entries.items() if name in names}):
-            _send(comm, src, window, tensors, destinations)
+        for run in _runs({name: entry for name, entry in entries.items() if name in names}):
+            _send(comm, src, run, tensors, destinations)
         restoration.values.update({name: destination.tensor() for name, destination in destinations.items()})
 
     with torch.no_grad():
@@ -146,33 +145,44 @@ def _refuse_shards(names: Iterable[str]) -> None:
         raise TypeError(f"{name!r} is a TensorShard, of which no rank has all elements; save the state and load it")
 
 
-def _windows(entries: dict[str, TensorEntry]) -> list[ReadWindow]:
-    """Return the bytes to send in each message, as if the tensors followed each other in a file."""
-    found = []
-    position = 0
+_Run = list[tuple[str, int, int]]
+
+
+def _runs(entries: dict[str, TensorEntry]) -> Iterator[_Run]:
+    """Yield the byte ranges to send in each message: small tensors are combined, and large tensors are split."""
+    run: _Run = []
+    filled = 0
     for name, entry in entries.items():
-        cuts = blocks(0, entry.nbytes)
-        found += [Block(0, position + start, position + stop, "", name, start) for start, stop in cuts]
-        position += entry.nbytes
-    return grouped(found)
+        start = 0
+        while start < entry.nbytes:
+            stop = min(entry.nbytes, start + BLOCK - filled)
+            run.append((name, start, stop))
+            filled += stop - start
+            start = stop
+            if filled == BLOCK:
+                yield run
+                run = []
+                filled = 0
+    if run:
+        yield run
 
 
 def _send(
     comm: Communicator,
     src: int,
-    window: ReadWindow,
+    run: _Run,
     tensors: dict[str, torch.Tensor],
     destinations: dict[str, Destination],
 ) -> None:
     if comm.rank == src:
-        parts = [
-            as_bytes(tensors[block.name or ""])[block.offset : block.offset + block.stop - block.start].to(comm.device)
-            for block in window.blocks
-        ]
+        parts = [as_bytes(tensors[name])[start:stop].to(comm.device) for name, start, stop in run]
         data = parts[0] if len(parts) == 1 else torch.cat(parts)
     else:
-        data = torch.empty(window.stop - window.start, dtype=torch.uint8, device=comm.device)
+        length = sum(stop - start for _, start, stop in run)
+        data = torch.empty(length, dtype=torch.uint8, device=comm.device)
     comm.broadcast(data, src)
-    for block in window.blocks:
-        if block.name in destinations:
-            destinations[block.name].put(block.offset, data[block.start - window.start : block.stop - window.start])
+    position = 0
+    for name, start, stop in run:
+        if name in destinations:
+            destinations[name].put(start, data[position : position + stop - start])
+        position += stop - start

@@ -31,7 +31,6 @@ __all__ = [
     "Files",
     "ReadWindow",
     "assign",
-    "grouped",
     "names_in_headers",
     "read_manifest",
     "windows_of",
@@ -94,13 +93,9 @@ def windows_of(manifest: Manifest, names: Iterable[str], ranges: ByteRanges | No
     for index in files.union(block.file for block in needed):
         file = manifest.files[index]
         needed.append(Block(index, 0, file.header, file.header_digest, None, 0))
-    return grouped(sorted(needed, key=attrgetter("file", "start")))
-
-
-def grouped(ordered: Iterable[Block]) -> list[ReadWindow]:
-    """Return windows of up to `BLOCK` bytes, in which adjacent blocks are read together."""
+    needed.sort(key=attrgetter("file", "start"))
     groups: list[list[Block]] = []
-    for block in ordered:
+    for block in needed:
         last = groups[-1] if groups else [block]
         if (block.file, block.start) == (last[-1].file, last[-1].stop) and block.stop - last[0].start <= BLOCK:
             last.append(block)

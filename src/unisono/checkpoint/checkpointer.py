@@ -183,8 +183,10 @@ class Checkpointer:
                 checkpoint is damaged, no other checkpoint is loaded instead, but the message names an intact one.
         """
         self.wait()
-        given = None if step is None else index(step)
-        found = self._newest() if given is None else given
+        if step is not None:
+            self._load(index(step), state, map_location)
+            return index(step)
+        found = self._newest()
         while found is not None:
             try:
                 self._load(found, state, map_location)
@@ -192,7 +194,7 @@ class Checkpointer:
             except (NoCheckpointError, CorruptError):
                 # Another process may have saved a newer checkpoint and removed this one.
                 before = found
-                found = self._newest() if given is None else given
+                found = self._newest()
                 if found == before:
                     raise
         return None
@@ -293,7 +295,9 @@ class Checkpointer:
         try:
             known = [storage for storage in self._complete() if storage.name in self._known]
             found = sorted(known, key=lambda storage: storage.name != saved)
-            broken = [name for name in self._storage.children() if _is_ours(name) and self._is_broken(name)]
+            retained = {storage.name for storage in found[: self.keep]}
+            others = [name for name in self._storage.children() if _is_ours(name) and name not in retained]
+            broken = [name for name in others if self._is_broken(name)]
             for name in [*(storage.name for storage in found[self.keep :]), *broken]:
                 _remove(self._storage.child(name))
         except OSError as error:

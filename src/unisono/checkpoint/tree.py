@@ -337,11 +337,17 @@ class Packer:
         return {"$tuple": node} if isinstance(value, tuple) else node
 
     def _numbers(self, value: Any, path: str) -> Node | None:
-        """Return a list of integers or floats as a tensor, which takes less space in the file and in memory."""
+        """Return a list of integers or floats as a tensor, which takes less space in the file and in memory.
+
+        None if the list has other or mixed elements, or integers of more than 64 bits.
+        """
         kinds = {*map(type, value)}
-        if kinds != {float} and not (kinds == {int} and all(-_INT64 <= item < _INT64 for item in value)):
+        if kinds == {float}:
+            dtype = torch.float64
+        elif kinds == {int} and all(-_INT64 <= item < _INT64 for item in value):
+            dtype = torch.int64
+        else:
             return None
-        dtype = torch.int64 if kinds == {int} else torch.float64
         return {"$numbers": self.keep(torch.tensor(value, dtype=dtype), path)}
 
     def _dict(self, value: Any, path: str, depth: int) -> Node:
@@ -367,9 +373,14 @@ class Packer:
         if isinstance(value, Enum):
             kind = type(value)
             return {"$enum": [kind.__module__, kind.__qualname__, value.name, self.pack(value.value, path)]}
-        for tag, (known, write) in _WRITE.items():
-            if isinstance(value, known):
-                return {tag: write(value)}
+        if isinstance(value, complex):
+            return {"$complex": [repr(value.real), repr(value.imag)]}
+        if isinstance(value, range):
+            return {"$range": [value.start, value.stop, value.step]}
+        if isinstance(value, torch.dtype):
+            return {"$dtype": str(value).removeprefix("torch.")}
+        if isinstance(value, torch.device):
+            return {"$device": str(value)}
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
             return self._array(numpy, value, path)
@@ -425,14 +436,18 @@ def tagged(tree: Node) -> Iterator[tuple[str, Any]]:
     """Yield each tagged value's tag and content. The search is breadth-first, because a hostile tree may be deep."""
     level = [tree]
     for _ in range(4 * _MAX_DEPTH):
-        containers: list[Any] = [node for node in level if isinstance(node, (dict, list))]
-        for node in containers:
-            tag = tag_of(node)
-            if tag is not None:
-                yield tag, node[tag]
-        level = [inner for node in containers for inner in (node.values() if isinstance(node, dict) else node)]
-        if not level:
+        inner: list[Node] = []
+        for node in level:
+            if isinstance(node, dict):
+                tag = tag_of(node)
+                if tag is not None:
+                    yield tag, node[tag]
+                inner += node.values()
+            elif isinstance(node, list):
+                inner += node
+        if not inner:
             return
+        level = inner
     raise FormatError(f"its state nests deeper than {4 * _MAX_DEPTH}")
 
 
@@ -503,7 +518,8 @@ def unpack(
     Args:
         node: The tree.
         tensor: Function that returns the tensor with a given name.
-        per_rank: Function that returns the tree of a per-rank value with a given number and policy.
+        per_rank: Function that returns the tree of a per-rank value with a given number and policy, or None if this
+            rank has no such value, which then becomes None. Without this function, a per-rank value is an error.
 
     Raises:
         ValueError, TypeError, KeyError: The tree is not one that `pack` produces.
@@ -546,7 +562,7 @@ def named_tuple(module: str, name: str, made: tuple[Any, ...]) -> tuple[Any, ...
 
 
 def _imported(module: str, name: str, base: type[_Type]) -> type[_Type] | None:
-    """Return a class only if its module is already imported, so that a file cannot cause code to run."""
+    """Return a class only if its module is already imported (or the class is registered): a file cannot run code."""
     found = class_of(f"{module}:{name}")
     return found if found is not None and issubclass(found, base) else None
 
@@ -578,12 +594,6 @@ def _array(body: Any, tensor: _Named) -> Any:
     return np.frombuffer(bytearray(memory_of(flat)), dtype=kind).reshape(shape)
 
 
-_WRITE: dict[str, tuple[type, Callable[[Any], Any]]] = {
-    "$complex": (complex, lambda value: [repr(value.real), repr(value.imag)]),
-    "$range": (range, lambda value: [value.start, value.stop, value.step]),
-    "$dtype": (torch.dtype, lambda value: str(value).removeprefix("torch.")),
-    "$device": (torch.device, str),
-}
 _READ: dict[str, Callable[[Any, _Inner, _Named], Any]] = {
     "$tensor": lambda body, inner, tensor: tensor(body),
     "$generator": lambda body, inner, tensor: tensor(body),

@@ -154,8 +154,10 @@ class ShardPartition(IterableDataset[T_co]):
         more = operator.index(count)
         if more < 0:
             raise ValueError(f"a rank cannot have trained on {count} more samples")
+        if not more:
+            return
         position = self._ends[self._done] + self._skip + more
-        if more and position > self._ends[-1] + self._reading:
+        if position > self._ends[-1] + self._reading:
             raise ValueError(f"this process has not read {count} more samples; with loader workers it cannot know")
         # The last of several equal ends: shards without samples are complete as soon as they are reached.
         self._done = bisect_right(self._ends, position) - 1

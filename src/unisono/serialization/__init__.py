@@ -5,7 +5,8 @@ from __future__ import annotations
 import struct
 from typing import Any
 
-from unisono.serialization import classes, tensors
+# Each of these modules registers its codecs when it is imported.
+from unisono.serialization import builtins, classes, tensors  # noqa: F401
 from unisono.serialization.classes import register
 from unisono.serialization.format import MAX_DEPTH, TOO_SHORT, Buffer, Parts, UnsendableError, finders, read, write
 

@@ -70,8 +70,10 @@ def convert(source: str | Path, target: str | Path, *, to: str | None = None, tr
         {'w': tensor([1., 1.])}
     """
     file = Path(target)
-    implied = (name for name in FORMATS.names() if file.suffix in FORMATS[name].SUFFIXES)
-    form = FORMATS[next(implied, "unisono") if to is None else to]
+    if to is None:
+        suited = [name for name in FORMATS.names() if file.suffix in FORMATS[name].SUFFIXES]
+        to = suited[0] if suited else "unisono"
+    form = FORMATS[to]
     form.write(file, read_any(source, trusted=trusted))
 
 

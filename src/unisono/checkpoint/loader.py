@@ -25,7 +25,7 @@ from unisono.checkpoint.reader import (
     windows_of,
 )
 from unisono.checkpoint.restore import Restorer, Wanted, remapped_rank
-from unisono.checkpoint.saver import Progress, counter
+from unisono.checkpoint.saver import Progress, progress_counter
 from unisono.checkpoint.storage import Storage, storage_at
 from unisono.checkpoint.tree import as_bytes, memory_of
 from unisono.checkpoint.verification import last_good
@@ -199,7 +199,7 @@ def _load(storage: Storage, manifest: Manifest, state: Any, scope: CollectiveSco
             _pass(manifest, restoration, wanted, {*chain(*[names[number] for names in found])}, size)
             for number, wanted in enumerate((restoration.early, restoration.late))
         )
-        on_bytes = counter(options.progress, early.nbytes + late.nbytes)
+        on_bytes = progress_counter(options.progress, early.nbytes + late.nbytes)
         passes = [early, late] if any(names[0] for names in found) else [late]
         with Files(storage, manifest) as files, torch.no_grad():
             # Prepare on all ranks or none: creating tensors fails on a rank that lacks the memory or the device.

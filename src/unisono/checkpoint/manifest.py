@@ -53,10 +53,14 @@ CHUNK = 1 << 19
 """Number of bytes to hash and then copy at a time, small enough to remain in the CPU cache in between."""
 
 _FORMAT = "unisono.checkpoint"
-_FRAME = re.compile(rb'\{"digest":"([0-9a-f]{32})","manifest":(.*)\}\n', re.DOTALL)
+_FILE = b'{"digest":"%b","manifest":%b}\n'
 """The whole file: the manifest's digest, and the manifest."""
+_FRAME = re.compile(rb'\{"digest":"([0-9a-f]{32})","manifest":(.*)\}\n', re.DOTALL)
+"""Matches `_FILE`."""
 _HEX = re.compile(r"[0-9a-f]{32}")
 _ID = re.compile(r"[0-9a-f]{16}")
+_VERSION_WITHIN = 256
+"""Number of bytes at the file's start that contain the version, with room for other fields before it."""
 _VERSION_FIELD = re.compile(rb'"format":"unisono.checkpoint","version":(\d{1,9})[,}]')
 _DEVICE = re.compile(r"[a-z]+(:\d{1,3})?")
 _DIMENSIONS = 64
@@ -79,8 +83,8 @@ _COPIED = ("$array", "$scalar", "$bytes", "$bytearray")
 class FileEntry(NamedTuple):
     """A file: its name, its size and the size of its header in bytes, and the digests of header and file.
 
-    The file's digest is for external tools. unisono compares the digests of the header and of each tensor's blocks, which
-    together cover the file.
+    The file's digest is for external tools. unisono compares the digests of the header and of each tensor's blocks,
+    which together cover the file.
     """
 
     name: str
@@ -193,7 +197,7 @@ class Manifest:
         }
         body = json.dumps(content, separators=(",", ":"), allow_nan=False).encode("ascii")
         self._check_memory(cost_of(body))
-        return b'{"digest":"%b","manifest":%b}\n' % (digest(body).encode(), body)
+        return _FILE % (digest(body).encode(), body)
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray, nbytes: int = 0) -> Manifest:
@@ -289,7 +293,7 @@ def _opened(data: bytes | bytearray, cost: int, nbytes: int) -> dict[str, Any]:
     frame = _FRAME.fullmatch(data)
     body = memoryview(data)[frame.start(2) : frame.end(2)] if frame else memoryview(b"")
     intact = frame is not None and frame[1] == digest(body).encode()
-    found = _VERSION_FIELD.search(data, 0, 256)
+    found = _VERSION_FIELD.search(data, 0, _VERSION_WITHIN)
     if found and int(found[1]) > VERSION:
         doubt = "" if intact else f", or {MANIFEST} is damaged: its digest does not fit"
         raise FormatError(
@@ -362,15 +366,20 @@ def _check_tiling(manifest: Manifest) -> None:
         for piece in entry.pieces:
             spans[piece.file].append((piece.start, piece.stop))
     for file, found in zip(manifest.files, spans, strict=True):
-        if len(found) == 1:
-            raise ValueError(f"{file.name} has no tensor")
-        position = 0
-        for start, stop in sorted(found):
-            if start != position:
-                raise ValueError(f"bytes of {file.name} belong to none, or to two")
-            position = stop
-        if position != file.size:
-            raise ValueError(f"{file.name} has another size")
+        _check_spans(file, found)
+
+
+def _check_spans(file: FileEntry, spans: list[tuple[int, int]]) -> None:
+    """Check that the spans of the header and of at least one piece cover a file exactly once."""
+    if len(spans) == 1:
+        raise ValueError(f"{file.name} has no tensor")
+    position = 0
+    for start, stop in sorted(spans):
+        if start != position:
+            raise ValueError(f"bytes of {file.name} belong to none, or to two")
+        position = stop
+    if position != file.size:
+        raise ValueError(f"{file.name} has another size")
 
 
 def cost_of(text: bytes | bytearray) -> int:

@@ -335,9 +335,9 @@ class Restorer:
         build = self._create(inner)
         self._wanted = before
         put = self._loading(load, build, path, target)
-        before_load = current if self._nbytes(inner) <= _ASIDE else None
+        old = current if self._nbytes(inner) <= _ASIDE else None
         undo = partial(target.load_state_dict, strict=False, assign=assign)
-        self.parts.append(_EarlyObject(path, put, before_load, undo))
+        self.parts.append(_EarlyObject(path, put, old, undo))
         return lambda: target
 
     def _match_part(self, target: Any, current: Any, inner: Node, path: str, mode: _Mode) -> _Build:

@@ -26,8 +26,8 @@ _WAITS = 5
 _WAIT_S = 0.05
 """If a lock file is still empty after `_WAITS` such waits, its writer has died."""
 
-_own_start = cache(started)
-"""Start of this process, by its number, because a fork has another start."""
+_start_of = cache(started)
+"""Start time of a process, given its number; asked only for this process. A fork has another number."""
 
 _running: set[str] = set()
 """Identifiers of this process's saves that hold a lock."""
@@ -54,7 +54,7 @@ class SaveLock:
         self._entry: dict[str, Any] = {
             "id": save_id,
             "pid": os.getpid(),
-            "started": _own_start(os.getpid()),
+            "started": _start_of(os.getpid()),
             "space": process_space().hex(),
             "time": time.time(),
             "replaced": [],

@@ -63,8 +63,8 @@ __all__ = [
     "async_save",
     "check_ranges",
     "commit",
-    "counter",
     "prepare",
+    "progress_counter",
     "save",
     "shares",
     "start",
@@ -323,7 +323,7 @@ def _write_file(
     file_hash.update(header)
     sink.write(memoryview(header))
     position = len(header)
-    on_bytes = counter(progress, sum([len(portion.data) for portion in portions]))
+    on_bytes = progress_counter(progress, sum([len(portion.data) for portion in portions]))
     pieces: list[tuple[Any, ...]] = []
     for portion in portions:
         memory = memory_of(portion.data)
@@ -350,7 +350,7 @@ def _write_file(
     return FileEntry(name, position, len(header), digest(header), file_hash.hexdigest()), pieces
 
 
-def counter(progress: Progress | None, total: int) -> Callable[[int], None]:
+def progress_counter(progress: Progress | None, total: int) -> Callable[[int], None]:
     """Return a function that adds a number of bytes to those processed, and reports their number to `progress`."""
     done = 0
 

@@ -10,7 +10,7 @@ from unisono.checkpoint.collective import CollectiveScope
 from unisono.checkpoint.errors import CheckpointError
 from unisono.checkpoint.manifest import Manifest
 from unisono.checkpoint.reader import Files, read_manifest, windows_of
-from unisono.checkpoint.saver import Progress, counter
+from unisono.checkpoint.saver import Progress, progress_counter
 from unisono.checkpoint.storage import Storage, storage_at
 
 __all__ = ["complete", "last_good", "latest", "verify"]
@@ -54,7 +54,7 @@ def _verify(storage: Storage, progress: Progress | None) -> Manifest:
     with Files(storage, manifest) as files:
         # The windows cover every file: `read_manifest` has checked that each byte belongs to a header or to a tensor's
         # block, and that each file has a tensor, whose windows include the file's header.
-        files.check(windows_of(manifest, manifest.tensors), on_bytes=counter(progress, manifest.nbytes))
+        files.check(windows_of(manifest, manifest.tensors), on_bytes=progress_counter(progress, manifest.nbytes))
     return manifest
 
 

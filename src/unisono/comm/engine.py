@@ -113,7 +113,7 @@ class Engine:
         self._pending = 0
         self._lock = threading.Lock()
         self.parent: Engine | None = None
-        self.ending: Teardown = Teardown(self.transport, self.control, self.activity, self._helper, options.timeout_s)
+        self.ending: Teardown = Teardown(self, self.transport, self.control, self._helper, options.timeout_s)
         # Don't run this finalizer at process exit, when the control plane's handle closes communicators that are still
         # open.
         weakref.finalize(self, self.ending.drop).atexit = False

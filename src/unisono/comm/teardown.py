@@ -7,15 +7,18 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from unisono.control.process_exit import close_at_exit
 from unisono.core.control import ControlPlane
 from unisono.core.failure import to_cause
-from unisono.core.flight_recorder import Activity
 from unisono.core.group import Group
 from unisono.core.threads import SerialWorker, spawn_thread
 from unisono.core.transport import Transport
 from unisono.errors import CommError
+
+if TYPE_CHECKING:
+    from unisono.comm.engine import Engine
 
 __all__ = ["CLOSE_S", "Teardown"]
 
@@ -33,9 +36,9 @@ class Teardown:
     split again, each rank reports the subgroups that it has dropped.
 
     Args:
+        engine: Engine of the communicator. Not kept alive.
         transport: Transport to close.
         control: Control plane on which to leave the group.
-        activity: This rank's activity. Not kept alive, because reports list a communicator as long as it exists.
         helper: Thread to stop.
         timeout_s: Seconds to wait for the helper thread.
 
@@ -47,16 +50,15 @@ class Teardown:
 
     def __init__(
         self,
+        engine: Engine,
         transport: Transport,
         control: ControlPlane,
-        activity: Activity,
         helper: SerialWorker,
         timeout_s: float,
     ) -> None:
+        self._engine = weakref.ref(engine)
         self._transport = transport
         self._control = control
-        self._activity = weakref.ref(activity)
-        self._life = activity.life
         self._helper = helper
         self._timeout_s = timeout_s
         self.group: Group = transport.group
@@ -76,32 +78,41 @@ class Teardown:
         """Wait for the calls in the helper thread, then release everything, including the subgroups still open.
 
         Args:
-            patience: Maximum number of seconds to wait for the other ranks to leave; 0 if the group has failed.
+            patience: Maximum number of seconds to wait for the other ranks to leave. They are not waited for if the
+                group has failed, unless the communicator has been dropped.
         """
-        life = self._life
-        life.change("close")
-        activity = self._activity()
-        if activity is not None and life.cause is None:
-            activity.log_event("end", "closed")
+        # A communicator that the program has dropped stays open, because reports list a failed one only until it is
+        # closed; see `Activity.fail`.
+        engine = self._engine()
+        if engine is not None:
+            engine.life.change("close")
+            if engine.life.cause is None:
+                engine.activity.log_event("end", "closed")
         self.over = True
         if os.getpid() != self._process:
             # In a forked child, all resources belong to the parent process, which continues.
+            self._close_parts()
             return
         self._helper.end()
         self._helper.join(self._timeout_s)
-        # No call is in flight any more, so a later failure has no call to abort.
-        life.change("drain")
+        if engine is not None:
+            # No call is in flight any more, so a later failure has no call to abort.
+            engine.life.change("drain")
+            patience = 0.0 if engine.life.cause is not None else patience
         # If the control plane has already ended, no rank can be notified.
         with contextlib.suppress(CommError):
             self._transport.leave()
             # `leave` notifies waiting ranks immediately, but returns only when all ranks have left or `patience` has
             # passed, so that messages in flight are not cut off.
-            self._control.leave(self.group, 0.0 if life.cause is not None else patience)
+            self._control.leave(self.group, patience)
         self._transport.close()
-        for part in self.left():
-            part.close(0.0)
+        self._close_parts()
         for closer in self.closers:
             closer()
+
+    def _close_parts(self) -> None:
+        for part in self.left():
+            part.close(0.0)
 
     # -- subgroups -----------------------------------------------------------------------------
     def adopt(self, part: Teardown) -> None:
@@ -141,7 +152,7 @@ class Teardown:
 
     # -- no references left --------------------------------------------------------------------
     def drop(self) -> None:
-        """Mark as dropped, unless closed. Called in finalizers.
+        """Mark as dropped, unless closed or retired. Called in finalizers.
 
         Takes no lock, because this thread may hold the control plane's lock.
         """

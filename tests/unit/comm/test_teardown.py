@@ -20,7 +20,7 @@ from unisono.comm.teardown import Teardown
 from unisono.control import LocalHub
 from unisono.core.group import Group
 from unisono.core.transport import Options
-from unisono.errors import PeerLostError
+from unisono.errors import CommTimeoutError, PeerLostError
 from unisono.transports.thread import ThreadTransport
 
 BACKENDS = [pytest.param("thread", marks=pytest.mark.soak), "shm", pytest.param("gloo", marks=pytest.mark.soak)]
@@ -203,6 +203,29 @@ def test_dropped_subgroup_is_reported_to_its_ranks(start: Start) -> None:
         return str(caught.value)
 
     assert "rank 0 failed in the program: KeyError: 'no such sample'" in both(program)[1]
+
+
+@pytest.mark.parametrize("start", ["thread", "shm"], indirect=True)
+def test_reports_show_a_failed_communicator_that_was_dropped(start: Start) -> None:
+    def program(rank: int) -> list[tuple[int, bool]]:
+        with start(rank) as comm:
+            part = comm.dup()
+            ending = engine_of(part).ending
+            if rank == 0:
+                with pytest.raises(CommTimeoutError):
+                    part.recv(torch.ones(1), 1, timeout=0.1)
+            comm.barrier()
+            del part
+            gc.collect()
+            # All ranks have dropped it, so this closes it.
+            comm.dup().close()
+            assert ending.over
+            reports = control_of(comm).query(None, SOON_S).values()
+            comm.barrier()
+        groups = [group for report in reports if report is not None for group in report["groups"]]
+        return [(group["rank"], group["broken"]) for group in groups if group["group"] == ending.group.name]
+
+    assert both(program) == [[(0, True)]] * 2
 
 
 @pytest.mark.parametrize("start", ["shm"], indirect=True)

@@ -11,8 +11,8 @@ import unisono as un
 from unisono.testing import pool
 
 
-def child(comm: un.Communicator, answer: int) -> None:
-    """Try to send, to reduce, and to leave."""
+def child(comm: un.Communicator, part: un.Communicator, answer: int) -> None:
+    """Try to send, to reduce, and to leave; then to use a subgroup."""
     said = []
     for attempt in (lambda: comm.send(torch.zeros(4), 1, timeout=5.0), lambda: comm.all_reduce(torch.zeros(4))):
         try:
@@ -21,6 +21,10 @@ def child(comm: un.Communicator, answer: int) -> None:
         except un.errors.CommError as error:
             said.append("a fork" if "is a fork" in str(error) else str(error))
     comm.close()
+    try:
+        part.barrier()
+    except un.errors.ClosedError:
+        said.append("closed")
     os.write(answer, ", ".join(said).encode())
 
 
@@ -28,12 +32,13 @@ def program(comm: un.Communicator) -> tuple[str, list[float]]:
     said, tensor, first = "", torch.full((2,), comm.rank + 1.0), torch.ones(1)
     part = comm.dup()
     part.all_reduce(first)
+    inner = part.dup()
     if comm.rank == 0:
         reader, writer = os.pipe()
         process = os.fork()
         if process == 0:
             try:
-                child(part, writer)
+                child(part, inner, writer)
             finally:
                 os._exit(0)
         os.close(writer)
@@ -44,10 +49,11 @@ def program(comm: un.Communicator) -> tuple[str, list[float]]:
     else:
         part.recv(tensor, 0)
     part.all_reduce(tensor)
+    inner.all_reduce(tensor)
     part.close()
     return said, tensor.tolist()
 
 
 @pytest.mark.parametrize("backend", ["shm", "gloo"])
 def test_forked_child_is_excluded_without_effect(backend: str) -> None:
-    assert pool(backend, 2).run(program) == [("a fork, a fork", [2.0, 2.0]), ("", [2.0, 2.0])]
+    assert pool(backend, 2).run(program) == [("a fork, a fork, closed", [4.0, 4.0]), ("", [4.0, 4.0])]

@@ -139,11 +139,14 @@ def _apart(
     reduced = parse_op(op) if what.reduces else None
     like = (written if what.scatters and not what.gathers else read if read.tensors else written).tensors[0]
     halves = reduced is ReduceOp.AVG and like.dtype in HALVES
-    if reduced is None or not (halves or _share_storage(read, written)):
-        inputs, packed = _flat(read, [staging.flat(t, read=True, write=False) for t in read.tensors])
-    else:
+    copies = reduced is not None and (halves or _share_storage(read, written))
+    # Make the inputs' flat tensors first, because `BufferGuard` compares its tensors in this order, each before it
+    # writes the result to the output, which may overlap the input.
+    if copies:
         packed = _copied(read.tensors, staging)
         inputs = packed.split(read.counts)
+    else:
+        inputs, packed = _flat(read, [staging.flat(t, read=True, write=False) for t in read.tensors])
     outputs, whole = _flat(written, [staging.flat(t, read=False, write=True) for t in written.tensors])
     packed = whole if reduced is None else packed
     average = reduced is ReduceOp.AVG
@@ -325,7 +328,8 @@ class _Checks(NamedTuple):
         _check_like(taken, collective.output, given)
         if collective.pairwise:
             sent = self._split_rows(given, splits[1], collective.input)
-            return _Side((given,), sent), _Side((taken,), self._split_rows(taken, splits[0], collective.output))
+            received = self._split_rows(taken, splits[0], collective.output)
+            return _Side((given,), sent), _Side((taken,), received)
         sides = [(taken, collective.output), (given, collective.input)]
         (large, name), (small, other) = reversed(sides) if collective.scatters else sides
         if large.numel() != small.numel() * self.size:

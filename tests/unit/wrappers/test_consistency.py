@@ -124,6 +124,20 @@ def test_correct_calls_pass(backend: str) -> None:
     assert full == pool(backend, 2).run(nothing_wrong)
 
 
+def test_output_may_overlap_the_input_of_a_reduction() -> None:
+    def program(comm: Any) -> list[float]:
+        whole = torch.arange(4.0)
+        comm.reduce_scatter_single(whole[:2], whole)
+        parts = list(torch.arange(4.0).split(2))
+        comm.reduce_scatter(parts[0], parts)
+        return [*whole.tolist(), *parts[0].tolist()]
+
+    assert run_ranks(program, 2, "thread", check="full") == [
+        [0.0, 2.0, 2.0, 3.0, 0.0, 2.0],
+        [4.0, 6.0, 2.0, 3.0, 4.0, 6.0],
+    ]
+
+
 CHANGED: dict[str, Callable[[Any, torch.Tensor], Work]] = {
     "all_reduce": lambda comm, t: comm.all_reduce(t, async_op=True),
     "reduce": lambda comm, t: comm.reduce(t, 0, async_op=True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -140,7 +141,6 @@ class Selection:
         raise ValueError(f"{refusal}; known: {', '.join(names)}")
 
 
-@lru_cache(maxsize=4096)
 def explain(needs: Needs, nbytes: int, machine: Machine, forced: str | None = None, why: str = "") -> Choice:
     """Return the algorithm that "auto" chooses, and the predicted times of the other algorithms.
 
@@ -150,6 +150,13 @@ def explain(needs: Needs, nbytes: int, machine: Machine, forced: str | None = No
         machine: Cost constants and ranks per host.
         forced: Algorithm to choose instead of the fastest, for the reason in `why`.
     """
+    found = _compared(needs, nbytes, machine, forced, why)
+    # The caller may change these dicts, but not those of the cached choice.
+    return replace(found, options=dict(found.options), others=dict(found.others))
+
+
+@lru_cache(maxsize=4096)
+def _compared(needs: Needs, nbytes: int, machine: Machine, forced: str | None, why: str) -> Choice:
     # Assume uneven parts, because a rank cannot tell whether other ranks' parts have the same length.
     names = _serving(needs, uneven=True)
     return compare(needs.collective, names, needs.size, nbytes, machine, forced=forced, why=why)

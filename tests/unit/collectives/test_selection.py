@@ -253,6 +253,16 @@ def test_environment_file_and_argument_override(tmp_path: Path, monkeypatch: pyt
     assert other.startswith("the fastest of")
 
 
+def test_plans_share_nothing_that_can_change() -> None:
+    needs, machine = Needs("all_reduce", 4, True, False, False), Machine(TABLE, 4)
+    for forced, why in ((None, "the fastest of"), ("ring", "asked for")):
+        plans = [explain(needs, 1024, machine, forced, why) for _ in range(2)]
+        assert plans[0] == plans[1]
+        assert plans[0].why.startswith(why)
+        assert plans[0].others is not plans[1].others
+        assert plans[0].options is not plans[1].options
+
+
 def test_wrong_overrides_are_one_error_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNISONO_ALGORITHM", "all_reduce=rang")
 

@@ -199,7 +199,7 @@ def compare(
         nbytes: Size of the message in bytes.
         machine: Cost constants and ranks per host.
         forced: Name of the algorithm to choose instead of the fastest; may also be none of `names`.
-        why: Reason for the choice; by default, that the algorithm is the fastest.
+        why: Reason for choosing `forced`; unused without it.
 
     Example:
         >>> machine = Machine(CostTable.builtin(latency_s=10e-6, second_per_byte=1e-9), per_host=64)
@@ -215,6 +215,7 @@ def compare(
     fewest = {one.label: one.cost(size, nbytes).messages for one in found}
     chosen = given or min(found, key=lambda one: (float(f"{seconds[one.label]:.6g}"), fewest[one.label], one.label))
     least = seconds.pop(chosen.label)
-    table = f"{'measured' if machine.table.measured else 'built-in'} constants {machine.table.hash}"
-    why = why or f"the fastest of {len(names)} algorithms for {nbytes} bytes on {size} ranks by {table}"
+    if forced is None:
+        table = f"{'measured' if machine.table.measured else 'built-in'} constants {machine.table.hash}"
+        why = f"the fastest of {len(names)} algorithms for {nbytes} bytes on {size} ranks by {table}"
     return Choice(collective, size, nbytes, chosen.label, dict(chosen.options), least, seconds, why)

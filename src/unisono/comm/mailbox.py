@@ -138,12 +138,15 @@ class PointToPointMailbox(Mailbox):
 
     def poll(self) -> list[Envelope]:
         mails: list[Envelope] = []
-        with suppress(queue.Empty):
-            # Only what has arrived so far, because receives posted here may complete immediately.
-            for _ in range(self._bell.qsize()):
+        # Only what has arrived so far, because receives posted here may complete immediately.
+        for _ in range(self._bell.qsize()):
+            try:
                 peer = self._bell.get_nowait()
-                if peer >= 0:
-                    self._advance(self._incoming[peer], mails)
+            except queue.Empty:
+                # Meanwhile, `wait` in another thread has taken an item, which it puts back.
+                break
+            if peer >= 0:
+                self._advance(self._incoming[peer], mails)
         return mails
 
     def _advance(self, incoming: IncomingStream, mails: list[Envelope]) -> None:
@@ -165,7 +168,7 @@ class PointToPointMailbox(Mailbox):
 
     def wait(self, timeout: float) -> None:
         with suppress(queue.Empty):
-            # Put the peer back for `poll`. The order of peers does not matter, and none is in the queue twice.
+            # Put the peer back for `poll`. The order of peers does not matter, and no peer is in the queue twice.
             self._bell.put(self._bell.get(timeout=max(timeout, 0.0)))
 
     def wake(self) -> None:

@@ -17,7 +17,6 @@ from unisono.collectives.arguments import check_rank
 from unisono.collectives.tuning.cost_table import CostTable
 from unisono.collectives.tuning.prediction import Choice
 from unisono.comm.engine import Engine
-from unisono.comm.equal_tensors import sides_of
 from unisono.comm.failures import Failures, weak_method
 from unisono.comm.mailbox import open_mailbox
 from unisono.comm.messages import Messages
@@ -177,7 +176,10 @@ class Communicator(Place):
     @cached_property
     def hosts(self) -> tuple[tuple[int, ...], ...]:
         """The ranks on each host."""
-        return tuple(map(tuple, sides_of(self._host_names).values()))
+        found: dict[str, list[int]] = {}
+        for rank, name in enumerate(self._host_names):
+            found.setdefault(name, []).append(rank)
+        return tuple(map(tuple, found.values()))
 
     @classmethod
     def from_group(
@@ -368,7 +370,7 @@ class Communicator(Place):
             [10.0, 20.0]
         """
         if scale is None:
-            return self._engine.collective(_ALL_REDUCE, tensor, None, op, None, algorithm, timeout, async_op)
+            return self._engine.run_fast(_ALL_REDUCE, tensor, None, op, None, algorithm, timeout, async_op)
         return self._engine.run(_ALL_REDUCE, tensor, None, op, None, algorithm, timeout, async_op, scale=scale)
 
     @overload
@@ -408,7 +410,7 @@ class Communicator(Place):
             [1, 3, 3]
         """
         op, dst = (dst or "sum", op) if isinstance(op, int) else (op, dst)
-        return self._engine.collective(_REDUCE, tensor, None, op, dst, algorithm, timeout, async_op)
+        return self._engine.run_fast(_REDUCE, tensor, None, op, dst, algorithm, timeout, async_op)
 
     @overload
     def reduce_scatter(
@@ -455,7 +457,7 @@ class Communicator(Place):
             >>> un.launch(program, nprocs=2, backend="thread")
             [0.0, 20.0]
         """
-        return self._engine.collective(_REDUCE_SCATTER, output, input_list, op, None, algorithm, timeout, async_op)
+        return self._engine.run_fast(_REDUCE_SCATTER, output, input_list, op, None, algorithm, timeout, async_op)
 
     @overload
     def reduce_scatter_single(
@@ -495,7 +497,7 @@ class Communicator(Place):
             >>> un.launch(program, nprocs=2, backend="thread")
             [[0.0, 2.0], [4.0, 6.0]]
         """
-        return self._engine.collective(_REDUCE_SCATTER_SINGLE, output, input, op, None, algorithm, timeout, async_op)
+        return self._engine.run_fast(_REDUCE_SCATTER_SINGLE, output, input, op, None, algorithm, timeout, async_op)
 
     @overload
     def barrier(self, **how: Unpack[Blocking]) -> None: ...
@@ -513,7 +515,7 @@ class Communicator(Place):
 
         Cost: with p ranks, ceil(log2 p) rounds of one byte.
         """
-        return self._engine.collective(_BARRIER, None, None, None, None, algorithm, timeout, async_op)
+        return self._engine.run_fast(_BARRIER, None, None, None, None, algorithm, timeout, async_op)
 
     def agree(self, value: Any, name: str) -> None:
         """Register a value that must be equal on all ranks; the next collective checks that it is.
@@ -639,7 +641,7 @@ class Communicator(Place):
             >>> un.launch(program, nprocs=3, backend="thread")
             [1, 1, 1]
         """
-        return self._engine.collective(_BROADCAST, tensor, None, None, src, algorithm, timeout, async_op)
+        return self._engine.run_fast(_BROADCAST, tensor, None, None, src, algorithm, timeout, async_op)
 
     @overload
     def scatter(
@@ -682,7 +684,7 @@ class Communicator(Place):
             >>> un.launch(program, nprocs=3, backend="thread")
             [0.0, 1.0, 2.0]
         """
-        return self._engine.collective(_SCATTER, tensor, scatter_list, None, src, algorithm, timeout, async_op)
+        return self._engine.run_fast(_SCATTER, tensor, scatter_list, None, src, algorithm, timeout, async_op)
 
     @overload
     def gather(
@@ -725,7 +727,7 @@ class Communicator(Place):
             >>> un.launch(program, nprocs=3, backend="thread")
             [None, None, [0.0, 1.0, 2.0]]
         """
-        return self._engine.collective(_GATHER, gather_list, tensor, None, dst, algorithm, timeout, async_op)
+        return self._engine.run_fast(_GATHER, gather_list, tensor, None, dst, algorithm, timeout, async_op)
 
     # -- collectives among all ranks, of any dtype -----------------------------------------------
     @overload
@@ -762,7 +764,7 @@ class Communicator(Place):
             >>> un.launch(program, nprocs=2, backend="thread")[0]
             [[0.0], [1.0, 1.0]]
         """
-        return self._engine.collective(_ALL_GATHER, tensor_list, tensor, None, None, algorithm, timeout, async_op)
+        return self._engine.run_fast(_ALL_GATHER, tensor_list, tensor, None, None, algorithm, timeout, async_op)
 
     @overload
     def all_gather_single(self, output: Buffer, input: Buffer, **how: Unpack[Blocking]) -> None: ...
@@ -794,7 +796,7 @@ class Communicator(Place):
             >>> un.launch(program, nprocs=2, backend="thread")[0]
             [[1.0, 2.0], [11.0, 12.0]]
         """
-        return self._engine.collective(_ALL_GATHER_SINGLE, output, input, None, None, algorithm, timeout, async_op)
+        return self._engine.run_fast(_ALL_GATHER_SINGLE, output, input, None, None, algorithm, timeout, async_op)
 
     @overload
     def all_to_all(
@@ -835,7 +837,7 @@ class Communicator(Place):
             >>> un.launch(program, nprocs=2, backend="thread")
             [[0.0, 10.0], [1.0, 11.0]]
         """
-        return self._engine.collective(_ALL_TO_ALL, output_list, input_list, None, None, algorithm, timeout, async_op)
+        return self._engine.run_fast(_ALL_TO_ALL, output_list, input_list, None, None, algorithm, timeout, async_op)
 
     @overload
     def all_to_all_single(
@@ -890,7 +892,7 @@ class Communicator(Place):
         """
         splits = output_split_sizes, input_split_sizes
         if splits == (None, None):
-            return self._engine.collective(_ALL_TO_ALL_SINGLE, output, input, None, None, algorithm, timeout, async_op)
+            return self._engine.run_fast(_ALL_TO_ALL_SINGLE, output, input, None, None, algorithm, timeout, async_op)
         return self._engine.run(
             _ALL_TO_ALL_SINGLE, output, input, None, None, algorithm, timeout, async_op, splits=splits
         )

@@ -116,7 +116,8 @@ class Engine:
         self.ending: Teardown = Teardown(self, self.transport, self.control, self._helper, options.timeout_s)
         # Don't run this finalizer at process exit, when the control plane's handle closes communicators that are still
         # open.
-        weakref.finalize(self, self.ending.drop).atexit = False
+        finalizer = weakref.finalize(self, self.ending.drop)
+        finalizer.atexit = False
         HOLD.add(self)
 
     def wrap(self, transport: Transport, control: ControlPlane) -> None:
@@ -171,7 +172,7 @@ class Engine:
             self.activity.owner = 0
 
     # -- the fast path: 1 us per call ----------------------------------------------------------
-    def collective(
+    def run_fast(
         self,
         what: Collective,
         output: Tensors,
@@ -180,10 +181,10 @@ class Engine:
         root: int | None,
         algorithm: str | None,
         timeout: Timeout | None,
-        async_op: bool,
         /,
+        async_op: bool,
     ) -> Work | None:
-        """Run a collective, with arguments as for `run`: on the transport's fast path if it can do so and blocks."""
+        """Run a collective, with arguments as for `run`; a blocking one takes the transport's fast path if possible."""
         fast = self.fast_path
         here = get_ident()
         if (
@@ -332,7 +333,7 @@ class Engine:
         if lengths or origin is not None:
             self.run(what, output, input, op, root, algorithm, timeout, lengths=lengths, origin=origin)
         else:
-            self.collective(what, output, input, op, root, algorithm, timeout, False)
+            self.run_fast(what, output, input, op, root, algorithm, timeout, async_op=False)
 
     @property
     def is_inside(self) -> bool:
@@ -384,7 +385,7 @@ class Engine:
         activity = self.activity
         at = activity.calls + 1, callers_place()
         call = self._make(at, what, output, input, op, root, algorithm, timeout, splits, lengths, origin, scale)
-        if get_ident() in self._inside:
+        if self.is_inside:
             raise self._called_inside(what.name)
         # Change the pending values only after all checks, because a rejected collective must leave them unchanged.
         if scale is not None and self.checked:
@@ -526,6 +527,7 @@ class Engine:
         """Accept no more calls, and abort those in flight, because another group replaces this one."""
         if not self.life.change("retire"):
             return
+        # This also disarms the finalizer.
         self.ending.over = True
         self.transport.abort(ClosedError("the communicator was rebuilt; use the new communicator"))
         self._helper.end()

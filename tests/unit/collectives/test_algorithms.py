@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from fractions import Fraction
 from math import prod
 from pathlib import Path
 
@@ -146,7 +148,11 @@ def test_hierarchy_of_any_depth(levels: tuple[int, ...]) -> None:
 
 
 class AcrossHosts:
-    """Steps among ranks on several hosts, as an algorithm with the costs that they are documented to have."""
+    """Steps among ranks on several hosts, as an algorithm that `verify` proves.
+
+    It declares the rounds that are documented, but as many messages and elements as it counts itself;
+    `test_traffic_across_hosts` tests those that are documented.
+    """
 
     def __init__(self, collective: str, sizes: tuple[int, ...], *, short: bool = False) -> None:
         self._collective = collective
@@ -194,6 +200,42 @@ def test_hosts_of_any_size(collective: str, sizes: tuple[int, ...]) -> None:
             assert across_hosts(collective, 0, sizes, short=short) is None
         else:
             verify(collective, AcrossHosts(collective, sizes, short=short), sum(sizes))
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (3, 1), (1, 4, 2), (2, 2, 2), (1, 2, 1, 3, 2), (4, 4, 4, 4)], ids=str)
+def test_traffic_across_hosts(sizes: tuple[int, ...]) -> None:
+    hosts, size = len(sizes), sum(sizes)
+    host_of = [host for host, ranks in enumerate(sizes) for _ in range(ranks)]
+
+    def sent(collective: str, *, short: bool = False) -> list[tuple[int, int, Fraction]]:
+        """Return sender, receiver and share of the message, for each message to another host."""
+        algorithm = AcrossHosts(collective, sizes, short=short)
+        return [
+            (rank, move.peer, Fraction(len(move.chunks), algorithm.chunks(size)))
+            for rank in range(size)
+            for step in algorithm.steps(rank, size)
+            for move in step.send
+            if host_of[move.peer] != host_of[rank]
+        ]
+
+    def leaving(collective: str, *, short: bool = False) -> list[Fraction]:
+        """Return the share of the message that each host sends."""
+        shares = [Fraction(0)] * hosts
+        for rank, _, share in sent(collective, short=short):
+            shares[host_of[rank]] += share
+        return shares
+
+    assert leaving("all_reduce", short=True) == [hosts - 1] * hosts
+    assert leaving("all_reduce") == [Fraction(2 * (hosts - 1), hosts)] * hosts
+    assert sorted((host_of[peer], share) for _, peer, share in sent("broadcast")) == [(h, 1) for h in range(1, hosts)]
+    assert leaving("reduce") == [0] + [1] * (hosts - 1)
+    messages = Counter(
+        rank for rank in range(size) for step in AcrossHosts("reduce", sizes).steps(rank, size) for _ in step.send
+    )
+    assert messages == dict.fromkeys(range(1, size), 1)
+    for collective in EVEN if len(set(sizes)) == 1 else ():
+        assert leaving(collective) == [Fraction(hosts - 1, hosts)] * hosts
+        assert Counter(rank for rank, _, _ in sent(collective)) == dict.fromkeys(range(size), hosts - 1)
 
 
 @pytest.mark.parametrize("hosts", [2, 3, 8])

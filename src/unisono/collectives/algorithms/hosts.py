@@ -57,7 +57,8 @@ def _all_gather(rank: int, sizes: Sequence[int]) -> Iterator[Step]:
     """Yield the steps between ranks with the same place on their hosts, then those inside the host.
 
     Cost for N hosts with n ranks each: 2 rounds, in which each rank sends N - 1 messages to other hosts, and n - 1
-    messages inside its host. Each host sends its own part of the message to every other host once.
+    messages inside its host. Each host sends its own part of the message to every other host once. A reduce_scatter is
+    these steps in reverse: 2 rounds, in which each rank sends n - 1 messages inside its host, and N - 1 to other hosts.
     """
     each = sizes[0]
     host, member = divmod(rank, each)
@@ -120,8 +121,9 @@ def _broadcast(rank: int, sizes: Sequence[int]) -> Iterator[Step]:
     """Yield the steps along a binomial tree over the hosts, then those inside the host.
 
     Cost: log2(N) rounds for N hosts, and log2(n) for n ranks on the largest host, each rounded up. The message enters
-    each host once. Source: Karonis et al., "Exploiting hierarchy in parallel computer networks to optimize collective
-    operation performance", IPDPS 2000.
+    each host once. A reduce is these steps in reverse; its cost is as for the broadcast, but each rank except the root
+    sends one message. Source: Karonis et al., "Exploiting hierarchy in parallel computer networks to optimize
+    collective operation performance", IPDPS 2000.
     """
     firsts, host, member = _place(rank, sizes)
     if member == 0:

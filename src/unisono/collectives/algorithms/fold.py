@@ -13,12 +13,17 @@ from itertools import accumulate
 
 from unisono.collectives.algorithms.step import Move, Step
 
-__all__ = ["folded", "heads", "nodes_of"]
+__all__ = ["extra_ranks", "folded", "heads", "nodes_of"]
 
 
 def nodes_of(size: int) -> int:
     """Return the largest power of two that is not greater than the number of ranks."""
     return 1 << (size.bit_length() - 1)
+
+
+def extra_ranks(size: int) -> bool:
+    """Return whether the number of ranks is not a power of two."""
+    return size != nodes_of(size)
 
 
 @lru_cache(maxsize=16)

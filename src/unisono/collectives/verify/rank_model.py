@@ -207,11 +207,14 @@ class ReductionTrees:
 
     def leaf(self, contribution: int) -> int:
         """Return the number of the tree that consists of a single contribution."""
-        return self.plus(-1, contribution)
+        return self._number((-1, contribution))
 
     def plus(self, some: int, other: int) -> int:
         """Return the number of the tree that adds two trees, in this order."""
-        return self._nodes.setdefault((some, other), len(self._nodes))
+        return self._number((some, other))
+
+    def _number(self, node: tuple[int, int]) -> int:
+        return self._nodes.setdefault(node, len(self._nodes))
 
     def text(self, number: int) -> str:
         """Return a tree as text, such as "((0+1)+2)"."""

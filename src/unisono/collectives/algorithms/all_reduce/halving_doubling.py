@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from unisono.collectives.algorithms.butterfly import doubling, halvings, halvings_cost
-from unisono.collectives.algorithms.fold import folded, nodes_of
+from unisono.collectives.algorithms.fold import extra_ranks, folded, nodes_of
 from unisono.collectives.algorithms.step import Cost, Step, there_and_back
 
 __all__ = ["BALANCED", "chunks", "cost", "steps"]
@@ -34,7 +34,7 @@ def steps(rank: int, size: int) -> Iterator[Step]:
 
 def cost(size: int, numel: int) -> Cost:
     halves = size.bit_length() - 1
+    extra = extra_ranks(size)
     nodes = nodes_of(size)
-    extra = size != nodes
     sent = halvings_cost(numel, nodes, [nodes >> half for half in range(1, halves + 1)])
     return Cost(2 * halves + 2 * extra, 2 * halves + extra, sent + extra * numel)

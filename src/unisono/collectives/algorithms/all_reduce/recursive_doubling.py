@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from unisono.collectives.algorithms.butterfly import doubling, exchanges
-from unisono.collectives.algorithms.fold import folded, nodes_of
+from unisono.collectives.algorithms.fold import extra_ranks, folded
 from unisono.collectives.algorithms.step import Cost, Step
 
 __all__ = ["BALANCED", "chunks", "cost", "steps"]
@@ -30,5 +30,5 @@ def steps(rank: int, size: int) -> Iterator[Step]:
 
 def cost(size: int, numel: int) -> Cost:
     doublings = size.bit_length() - 1
-    extra = size != nodes_of(size)
+    extra = extra_ranks(size)
     return Cost(doublings + 2 * extra, doublings + extra, (doublings + extra) * numel)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from unisono.collectives.algorithms.butterfly import doubling, halvings, owners
-from unisono.collectives.algorithms.fold import folded, heads, nodes_of
+from unisono.collectives.algorithms.fold import extra_ranks, folded, heads
 from unisono.collectives.algorithms.step import Cost, Move, Step, move_of
 
 __all__ = ["BALANCED", "cost", "steps"]
@@ -35,5 +35,5 @@ def steps(rank: int, size: int) -> Iterator[Step]:
 
 def cost(size: int, numel: int) -> Cost:
     halves = size.bit_length() - 1
-    extra = size != nodes_of(size)
+    extra = extra_ranks(size)
     return Cost(halves + 2 * extra, halves + extra, numel if extra else numel - numel // size)

@@ -139,7 +139,19 @@ def _fixed(dtype: torch.dtype, shape: torch.Size) -> tuple[torch.dtype, int, tor
 def exchange_shapes(
     engine: Engine, what: Collective, tensors: Tensors, root: int | None = None, timeout: Timeout | None = None
 ) -> ShapeExchange:
-    """Return the exchange of a blocking call, after moving the headers and allocating the output."""
+    """Return the exchange of a blocking call, after moving the headers and allocating the output. Collective.
+
+    Args:
+        engine: Engine of the communicator.
+        what: A collective that allocates its output.
+        tensors: The argument of this rank's call.
+        root: Root of the collective, if it has one.
+        timeout: Limit for moving the headers.
+
+    Raises:
+        MismatchError: Tensors on different ranks do not match; this breaks the communicator.
+        TypeError, ValueError: This rank or the root has rejected its tensors.
+    """
     exchange = ShapeExchange(engine, what, root, tensors)
     engine.block(exchange.header, exchange.table, exchange.mine, root=root, timeout=timeout)
     try:

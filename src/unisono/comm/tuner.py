@@ -69,10 +69,10 @@ class Tuner:
         return machine
 
     def adopt(self, measured: CostTable | None) -> Machine:
-        """Use a table that rank 0 has measured, and store it on rank 0's host. Collective.
+        """Agree on a table: the one that rank 0 has just measured (and stores), or the one it has. Collective.
 
         Args:
-            measured: The table, on rank 0; None to use the table that rank 0 has already.
+            measured: The table that rank 0 has measured, on rank 0; None to use the one it has.
         """
         self._agreements += 1
         group = self._transport.group

@@ -36,7 +36,7 @@ class TwoStage(Codec):
     multiple: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        # Dataclasses call this, for codecs whose `block` is an argument.
+        # Dataclasses call this.
         if self.block < 1:
             raise ValueError(f"a block must have at least one element, not {self.block}")
 

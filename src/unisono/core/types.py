@@ -205,7 +205,10 @@ class PointToPoint(Protocol):
 
 
 class CommunicatorLike(Protocol):
-    """The part of a communicator that modules below `Communicator` call."""
+    """The part of a communicator that `comm.equal_tensors`, `comm.slow_rank` and `comm.tracing` use.
+
+    They are below `Communicator`, which they therefore cannot import.
+    """
 
     _engine: Any
 

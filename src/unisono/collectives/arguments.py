@@ -142,6 +142,7 @@ def _apart(
     copies = reduced is not None and (halves or _share_storage(read, written))
     # Make the inputs' flat tensors first, because `BufferGuard` compares its tensors in this order, each before it
     # writes the result to the output, which may overlap the input.
+    packed: torch.Tensor | None
     if copies:
         packed = _copied(read.tensors, staging)
         inputs = packed.split(read.counts)

@@ -113,7 +113,7 @@ class Engine:
         self._pending = 0
         self._lock = threading.Lock()
         self.parent: Engine | None = None
-        self.ending: Teardown = Teardown(self, self.transport, self.control, self._helper, options.timeout_s)
+        self.ending: Teardown = Teardown(failures, self._helper, options.timeout_s)
         # Don't run this finalizer at process exit, when the control plane's handle closes communicators that are still
         # open.
         finalizer = weakref.finalize(self, self.ending.drop)

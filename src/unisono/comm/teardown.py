@@ -7,18 +7,13 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
+from unisono.comm.failures import Failures
 from unisono.control.process_exit import close_at_exit
-from unisono.core.control import ControlPlane
 from unisono.core.failure import to_cause
 from unisono.core.group import Group
 from unisono.core.threads import SerialWorker, spawn_thread
-from unisono.core.transport import Transport
 from unisono.errors import CommError
-
-if TYPE_CHECKING:
-    from unisono.comm.engine import Engine
 
 __all__ = ["CLOSE_S", "Teardown"]
 
@@ -36,9 +31,8 @@ class Teardown:
     split again, each rank reports the subgroups that it has dropped.
 
     Args:
-        engine: Engine of the communicator. Not kept alive.
-        transport: Transport to close.
-        control: Control plane on which to leave the group.
+        failures: The communicator's `Failures`, which also holds its transport and control handle. Not kept alive: it
+            exists as long as the program refers to the communicator.
         helper: Thread to stop.
         timeout_s: Seconds to wait for the helper thread.
 
@@ -48,20 +42,13 @@ class Teardown:
         dropped: Whether the communicator has lost its last reference without being closed.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        transport: Transport,
-        control: ControlPlane,
-        helper: SerialWorker,
-        timeout_s: float,
-    ) -> None:
-        self._engine = weakref.ref(engine)
-        self._transport = transport
-        self._control = control
+    def __init__(self, failures: Failures, helper: SerialWorker, timeout_s: float) -> None:
+        self._failures = weakref.ref(failures)
+        self._transport = failures.transport
+        self._control = failures.control
         self._helper = helper
         self._timeout_s = timeout_s
-        self.group: Group = transport.group
+        self.group: Group = failures.transport.group
         self.closers: list[Callable[[], None]] = []
         self.over: bool = False
         self.dropped: bool = False
@@ -71,7 +58,7 @@ class Teardown:
         self._process = os.getpid()
         # Don't close simulated communicators at exit: their threads end with the simulation, which must not depend on
         # when memory is freed.
-        if not control.simulated:
+        if not failures.control.simulated:
             close_at_exit(self)
 
     def close(self, patience: float) -> None:
@@ -83,11 +70,12 @@ class Teardown:
         """
         # A communicator that the program has dropped stays open, because reports list a failed one only until it is
         # closed; see `Activity.fail`.
-        engine = self._engine()
-        if engine is not None:
-            engine.life.change("close")
-            if engine.life.cause is None:
-                engine.activity.log_event("end", "closed")
+        failures = self._failures()
+        activity = None if failures is None else failures.activity
+        if activity is not None:
+            activity.life.change("close")
+            if activity.life.cause is None:
+                activity.log_event("end", "closed")
         self.over = True
         if os.getpid() != self._process:
             # In a forked child, all resources belong to the parent process, which continues.
@@ -95,10 +83,10 @@ class Teardown:
             return
         self._helper.end()
         self._helper.join(self._timeout_s)
-        if engine is not None:
+        if activity is not None:
             # No call is in flight any more, so a later failure has no call to abort.
-            engine.life.change("drain")
-            patience = 0.0 if engine.life.cause is not None else patience
+            activity.life.change("drain")
+            patience = 0.0 if activity.life.cause is not None else patience
         # If the control plane has already ended, no rank can be notified.
         with contextlib.suppress(CommError):
             self._transport.leave()

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from unisono import serialization
 from unisono.control.replies import Outgoing, failed
 from unisono.control.report_ring import ReportReader
+from unisono.control.request_form import check_form
 from unisono.control.state import ControlState
 from unisono.core import clock
 from unisono.core.call import MAY_BE_WRONG, NOTHING_SENT, Fingerprint, call_text, explain
@@ -173,8 +174,10 @@ class WatchedCalls(ControlState):
         """Handle the reports that clients have written to shared memory."""
         out: Outgoing = []
         for client, here in list(self._present.items()):
+            if here.reports is None:
+                continue
             try:
-                for frame in here.reports.read() if here.reports else ():
+                for frame in here.reports.read():
                     if frame.kind is Kind.CALL:
                         out += self.called(client, frame.content)
                     else:
@@ -309,9 +312,14 @@ class WatchedCalls(ControlState):
 
         The answer is whether all ranks have exited, whether a rank has reported nothing lately, and an overdue call.
         """
-        # Once the watch has reported a failure, the ranks remain blocked until they exit.
-        failed_before = self._over or self._groups.of(self._world).cause is not None
-        blocked = [] if failed_before else [BlockedRank(*each) for each in serialization.decode(content)]
+        blocked: list[BlockedRank] = []
+        for fields in serialization.decode(content):
+            # Check all of them before anything changes.
+            check_form(_blocked_rank, "examine", fields)
+            blocked.append(_blocked_rank(*fields))
+        if self._over or self._groups.of(self._world).cause is not None:
+            # Once the watch has reported a failure, the ranks remain blocked until they exit.
+            blocked = []
         out = [*self._look_for_failed(), *self._look_for_cycle(blocked)]
         for where, number, call in self._open():
             if call.differs and self._now() - call.since > _OTHERS_S:
@@ -415,3 +423,10 @@ class WatchedCalls(ControlState):
 
     def _missing_in(self, where: _Group, call: _Call) -> set[int]:
         return {*where.members} - call.made.keys()
+
+
+def _blocked_rank(
+    rank: int, group: str, number: int | None, call: str, for_s: float, peers: list[int], aside: bool
+) -> BlockedRank:
+    """Return a `BlockedRank`, from fields that another process has sent."""
+    return BlockedRank(rank, group, number, call, for_s, tuple(peers), aside)

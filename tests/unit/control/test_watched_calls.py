@@ -68,6 +68,31 @@ class Watched:
         return found
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        5,
+        (0, "0", 1, "all_reduce", 0.5, ()),
+        (0, "0", 1, "all_reduce", 0.5, (), False, "more"),
+        (0, "0", "1", "all_reduce", 0.5, (), False),
+        (0, "0", 1, "all_reduce", 0.5, ("1",), False),
+        (0, "0", 1, "all_reduce", 0.5, 1, False),
+    ],
+)
+def test_malformed_blocked_rank_is_refused_before_anything_changes(entry: object) -> None:
+    watched = Watched(3)
+    watched.call(0, 1)
+    watched.call(1, 1, SUM._replace(counts=(5,)))
+    watched.time += 1.0
+    good = (2, "0", None, "recv", 0.7, (0,), False)
+    with pytest.raises(TypeError):
+        watched.state.handle(99, 1, ("examine", serialization.encode([good, entry])))
+    assert not any(watched.told.values())
+    # The failure is still there to be found.
+    watched.pass_time(0.0, BlockedRank(*good))
+    assert watched.verdict()[0] == "MismatchError"
+
+
 def test_equal_calls_fail_nothing_and_leave_nothing() -> None:
     watched = Watched(3)
     for number in range(1, 5):

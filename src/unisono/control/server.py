@@ -205,11 +205,13 @@ class ControlServer:
     def _deliver(self, out: Outgoing) -> None:
         for client, reply in out:
             connection = (self._known if reply[0] else self._news).get(client)
-            if connection is not None and reply[1] == "asked" and (away := connection.outage()):
+            if connection is None:
+                continue
+            if reply[1] == "asked" and (away := connection.outage()):
                 # Don't send the query to an unreachable host: bytes in flight would restart the heartbeat's timer.
                 answer = serialization.encode({"outage": away})
                 self._deliver(self._state.handle(client, 0, ("answer", reply[2], answer)))
-            elif connection is not None:
+            else:
                 try:
                     connection.write(*_encoded(reply))
                     self._watch(connection)
@@ -242,9 +244,11 @@ class ControlServer:
             with contextlib.suppress(OSError):
                 news.write(*_encoded((0, "goodbye", None)))
         for connection in (*self._news.values(), *self._known.values()):
-            with contextlib.suppress(OSError):
-                connection.peer.settimeout(max(0.0, deadline - clock.now()))
-                connection.peer.sendall(connection.unsent)
+            if connection.unsent:
+                with contextlib.suppress(OSError):
+                    # The timeout limits all of `sendall`; 0.0 allows one attempt, which does not wait.
+                    connection.peer.settimeout(max(0.0, deadline - clock.now()))
+                    connection.peer.sendall(connection.unsent)
 
     def invalidate_after_fork(self) -> None:
         """Close every descriptor."""
@@ -322,4 +326,5 @@ class Connection:
         """Send as much as possible now."""
         with contextlib.suppress(BlockingIOError):
             while self.unsent:
-                del self.unsent[: self.peer.send(self.unsent)]
+                sent = self.peer.send(self.unsent)
+                del self.unsent[:sent]

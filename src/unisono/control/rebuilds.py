@@ -66,16 +66,19 @@ class Rebuilds:
             message = f"this rank is no longer a member of {name}: the other ranks continued without it"
             return [(client, failed(request, Cause("AbortedError", None, message)))]
         rebuild = self._open.setdefault((name, attempt), wanted)
-        rebuild.calls[rank] = client, request
         if not rebuild.grow:
             rebuild.size = rebuild.size or wanted.size
         if rebuild.grow != wanted.grow or wanted.size not in (0, rebuild.size):
             message = f"ranks passed different grow or size to rebuild: rank {rank} {wanted}, others {rebuild}"
-            return self._refuse(name, attempt, Cause("MismatchError", rank, message))
+            cause = Cause("MismatchError", rank, message)
+            return [*self._refuse(name, attempt, cause), (client, failed(request, cause))]
+        rebuild.calls[rank] = client, request
         return self.look(name)
 
     def request_admission(self, client: int, request: int) -> Outgoing:
         """As a newcomer, request admission to the next group that grows."""
+        # A client counts as one newcomer, however often it asks.
+        self._waiting.forget(client, event=_ADMISSION)
         self._waiting.add(client, request, _ADMISSION)
         return [reply for name in {name for name, _ in self._open} for reply in self.look(name)]
 

@@ -109,6 +109,33 @@ def test_different_sizes_are_refused() -> None:
     assert "rank 1 size=5, others size=4" in out[0][1][2][2]
 
 
+def test_both_requests_of_a_rank_that_contradicts_itself_are_answered() -> None:
+    state = world(3)
+    state.handle(0, 7, ("rebuild", "world", 1, 0, [0, 1, 2], b"terms", 4))
+    out = state.handle(0, 8, ("rebuild", "world", 1, 0, [0, 1, 2], b"terms", 5))
+    assert [(client, request, outcome) for client, (request, outcome, _) in out] == [(0, 7, FAILED), (0, 8, FAILED)]
+
+
+def test_newcomer_that_asks_twice_is_one_newcomer() -> None:
+    state = world(1)
+    assert rebuild(state, 0, grow=2, size=1) == []
+    assert state.handle(8, 1, ("apply",)) == state.handle(8, 2, ("apply",)) == []
+    out = state.handle(9, 1, ("apply",))
+    assert [(client, request) for client, (request, _, _) in out] == [(0, 100), (8, 2), (9, 1)]
+
+
+def test_newcomers_are_admitted_in_the_order_in_which_they_asked() -> None:
+    """Those for whom there is no room wait for the next group; those that have stopped waiting are passed over."""
+    state = world(1)
+    for client in (9, 8, 7, 6):
+        assert state.handle(client, 1, ("apply",)) == []
+    assert state.handle(8, 2, ("forget", 1)) == [(8, (2, OK, None))]
+    out = rebuild(state, 0, grow=2, size=1)
+    assert [(client, body[2:]) for client, (_, _, body) in out[1:]] == [(9, (1, b"terms")), (7, (2, b"terms"))]
+    out = rebuild(state, 0, attempt=2, grow=1, size=1)
+    assert [(client, body[2:]) for client, (_, _, body) in out[1:]] == [(6, (1, b"terms"))]
+
+
 def test_ranks_that_are_there_are_not_left_out() -> None:
     state = world(3)
     state.lost(1)

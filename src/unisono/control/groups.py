@@ -49,7 +49,8 @@ class GroupState:
         left: Ranks that have left or were lost.
         cause: The group's first failure.
         met: Whether the members have exchanged something.
-        stop: The first request to stop; None if there was none, or once the group has failed.
+        stop: The first request to stop; None if there is none. The group's failure removes it, and later requests are
+            new ones.
     """
 
     name: str
@@ -246,7 +247,7 @@ class Groups:
     def fail(self, name: str, cause: Cause) -> Outgoing:
         """Unless the group has already failed, store the cause, notify every member, and fail all current exchanges."""
         group = self.of(name)
-        if name not in self._groups or group.cause is not None:
+        if not self.knows(name) or group.cause is not None:
             return []
         group.cause = cause
         group.stop = None
@@ -261,8 +262,12 @@ class Groups:
         return [reply for name in list(self._groups) for reply in self.fail(name, cause)]
 
     def of(self, name: str) -> GroupState:
-        """Return a group, or an empty one if it does not exist."""
+        """Return a group, or an empty one if it does not exist; changes to the empty one are lost."""
         return self._groups.get(name) or GroupState(name, 0)
+
+    def knows(self, name: str) -> bool:
+        """Return whether the group still exists: a rank is in it, or may still join it."""
+        return name in self._groups
 
     def first_of_all(self) -> dict[int, tuple[str, int]]:
         """Return each client's first group, and its rank there; clients without a group are omitted."""

@@ -62,13 +62,13 @@ class ControlState:
         self._rebuilds = Rebuilds(self._groups, self._waiting)
         self._registrations: dict[tuple[str, int], tuple[int, str, int]] = {}
         # The connected clients, and their labels, if they have any.
-        self._clients: dict[int, str] = {}
+        self._clients: dict[int, str | None] = {}
         # Lines for the error messages of ranks that wait in vain, keyed by the missing rank or its host.
         self._absences: dict[int | str, str] = {}
 
     def handle(self, client: int, request: int, words: tuple[Any, ...]) -> Outgoing:
         """Return replies with their receivers, in sending order. A malformed request raises ValueError or TypeError."""
-        self._clients.setdefault(client, "")
+        self._clients.setdefault(client, None)
         verb, *arguments = words
         handler: Callable[..., Outgoing] | None = getattr(self, f"_on_{verb}", None)
         if handler is None:
@@ -123,14 +123,18 @@ class ControlState:
         return [*self._wake(key), (client, (request, "ok", None))]
 
     def _on_get(self, client: int, request: int, key: str, group: str = "") -> Outgoing:
-        """Answer when the key is set. If a group is given, its failure also ends the wait."""
+        """Answer when the key is set. If a group is given, its failure also ends the wait.
+
+        Nothing blocks: a request that must wait is kept until its key is set.
+        """
         cause = self._groups.of(group).cause if group else None
         if cause is not None:
             return [(client, failed(request, cause))]
         value = self._keys.get(key)
-        if value is None:
-            self._waiting.add(client, request, ("key", key), group or None)
-        return [] if value is None else [(client, (request, "ok", value))]
+        if value is not None:
+            return [(client, (request, "ok", value))]
+        self._waiting.add(client, request, ("key", key), group or None)
+        return []
 
     def _on_forget(self, client: int, request: int, other: int) -> Outgoing:
         self._waiting.forget(client, other)
@@ -166,7 +170,7 @@ class ControlState:
 
     def _on_leave(self, client: int, request: int, name: str, last: bool = False) -> Outgoing:
         """Leave a group. With `last`, answer only once all ranks have left or the group has failed."""
-        if last and self._groups.rank_of(client, name) is not None and self._groups.of(name).cause is None:
+        if last and self._groups.knows(name) and self._groups.of(name).cause is None:
             self._waiting.add(client, request, ("left", name))
             return [*self._groups.leave(client, name), *self._look([name])]
         return [*self._groups.leave(client, name), *self._look([name]), (client, (request, "ok", None))]
@@ -317,7 +321,8 @@ class ControlState:
         return [*out, (client, (request, "ok", None))]
 
     def _forget(self, client: int) -> Outgoing:
-        if label := self._clients.pop(client, ""):
+        label = self._clients.pop(client, None)
+        if label is not None:
             self._on_left(label)
         self._waiting.forget(client)
         return self._surveys.forget(client)

@@ -29,7 +29,7 @@ class StopRounds:
     def request(self, name: str, reason: str) -> Outgoing:
         """Begin a round in a group, unless the group already has one, or has ended."""
         group = self._groups.of(name)
-        if group.stop is not None:
+        if group.stop is not None or not self._groups.knows(name):
             return []
         group.stop = StopRound(reason)
         return [(client, (0, "boundary", (name, reason))) for client in group.present.values()]
@@ -54,6 +54,7 @@ class StopRounds:
         # group has failed or ended in the meantime.
         if self._groups.of(name).stop is None:
             return [(client, (request, "ok", None))]
+        # The client has reached its next boundary, and waits there.
         self._waiting.add(client, request, ("stop", name), name)
         return self.look(name)
 

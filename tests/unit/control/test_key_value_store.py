@@ -23,6 +23,16 @@ def test_wait_for_a_key_ends_with_its_group() -> None:
     assert state.handle(0, 9, ("set", "x", b"")) == [(0, (9, OK, None))]
 
 
+def test_one_request_of_a_client_is_forgotten() -> None:
+    state = world(2)
+    for request, key in ((5, "x"), (6, "x"), (7, "y")):
+        assert state.handle(0, request, ("get", key, "world")) == []
+    assert state.handle(0, 8, ("forget", 5)) == [(0, (8, OK, None))]
+    assert state.handle(1, 9, ("set", "x", b"1")) == [(0, (6, OK, b"1")), (1, (9, OK, None))]
+    failed = state.handle(1, 10, ("fail", "world", "CommError", 1, "why"))
+    assert [request for client, (request, _, _) in failed if client == 0] == [0, 7]
+
+
 def test_keys_are_freed_with_their_group() -> None:
     state = world(1)
     for key in ("world/a", "torch/world/b", "world1/c", "world/1.0/d"):

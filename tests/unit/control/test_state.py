@@ -30,6 +30,30 @@ def test_memory_is_bounded() -> None:
     assert reachable(state) == unused
 
 
+def test_last_to_leave_waits_for_a_group_that_exists() -> None:
+    """Even if it is not in the group, or no longer."""
+    state = ControlState()
+    for rank in range(2):
+        state.handle(rank, 1, ("join", "g", rank, 2))
+    assert state.handle(0, 2, ("leave", "g", True)) == []
+    assert state.handle(0, 3, ("leave", "g", True)) == []
+    out = state.handle(1, 2, ("leave", "g"))
+    assert sorted(out) == [(0, (2, "ok", None)), (0, (3, "ok", None)), (1, (2, "ok", None))]
+    assert state.handle(0, 4, ("leave", "g", True)) == [(0, (4, "ok", None))]
+
+
+def test_label_of_a_client_that_has_left_is_passed_on() -> None:
+    left: list[str] = []
+    state = ControlState(on_left=left.append)
+    for client, label in enumerate(("host 1", "")):
+        state.handle(client, 1, ("identify", label))
+    state.handle(2, 1, ("num_keys",))
+    state.handle(0, 2, ("bye",))
+    for client in range(3):
+        state.lost(client)
+    assert left == ["host 1", ""]
+
+
 verbs = st.one_of(
     st.tuples(st.just("join"), st.sampled_from("ab"), st.integers(0, 2), st.just(3)),
     st.tuples(st.just("leave"), st.sampled_from("ab")),

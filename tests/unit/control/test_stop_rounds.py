@@ -35,6 +35,20 @@ def test_a_late_timeout_leaves_the_verdict() -> None:
     assert state.handle(0, 5, ("verdict", "g")) == [(0, (5, "ok", 8))]
 
 
+def test_a_stop_of_a_group_that_has_ended_reaches_no_later_group_of_that_name() -> None:
+    state = ControlState()
+    assert state.handle(9, 1, ("stop", "g", "too early")) == [(9, (1, "ok", 0))]
+    assert state.handle(0, 1, ("join", "g", 0, 1)) == [(0, (1, "ok", None))]
+
+
+def test_a_stop_after_a_failure_is_a_new_one() -> None:
+    state = ControlState()
+    state.handle(0, 1, ("join", "g", 0, 1))
+    state.handle(9, 1, ("stop", "g", "first"))
+    state.handle(0, 2, ("fail", "g", "CommError", 0, "why"))
+    assert state.handle(9, 2, ("stop", "g", "second"))[0] == (0, (0, "boundary", ("g", "second")))
+
+
 def test_a_stop_of_no_ranks_is_known() -> None:
     state = ControlState()
     state.handle(0, 1, ("join", "g", 0, 1))

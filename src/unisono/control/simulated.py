@@ -40,7 +40,8 @@ class SimulatedControl(LocalControl):
             return f"for the key {words[1]!r}"
         if words[0] != "exchange":
             return f"for an answer to {words[0]!r}"
-        return f"for {name_ranks(self._hub.state.awaited(words[1], words[2]))} to join {words[2]!r} of {words[1]}"
+        missing = self._hub.state.missing_in_exchange(words[1], words[2])
+        return f"for {name_ranks(missing)} to join {words[2]!r} of {words[1]}"
 
     def die(self) -> None:
         """Die without a message; the other ranks are notified slightly later, as after a broken connection."""

@@ -188,17 +188,17 @@ class ControlState:
         report: str = "",
         deadlock: bool = False,
     ) -> Outgoing:
-        out = self._groups.withdraw(name, topic, waited_s, self._missing(name) + report, deadlock)
+        out = self._groups.withdraw(name, topic, waited_s, self._why_missing(name) + report, deadlock)
         return [*out, (client, (request, "ok", None))]
 
-    def _missing(self, name: str) -> str:
+    def _why_missing(self, name: str) -> str:
         """Return lines for a group's error text that say why ranks are missing, as far as known."""
         group = self._groups.of(name)
         if "/" in name or group.complete:
             return ""
         return "".join(f"\n  {why}" for who, why in self._absences.items() if who not in group.present)
 
-    def awaited(self, name: str, topic: str) -> list[int]:
+    def missing_in_exchange(self, name: str, topic: str) -> list[int]:
         """Return the ranks that have not joined an exchange for which other ranks are waiting."""
         return self._groups.missing(name, topic)
 

@@ -54,18 +54,26 @@ class Handshake:
 
     Attributes:
         peer: The connection.
-        hello: This side's proof. The client's rank in it is unverified until `advance` has returned a channel.
         deadline: Time on the library's clock at which an `Acceptor` drops the connection.
     """
 
     def __init__(self, peer: socket.socket, secret: bytes, *, client: bool = False, rank: int | None = None) -> None:
         self.peer = peer
         self.deadline: float = clock.now() + _WITHIN_S
-        self.hello: Hello = Hello(secret, client=client, rank=rank)
+        self._hello = Hello(secret, client=client, rank=rank)
         self._client = client
         self._met = False
         self._arrived = b""
         self._expected = HELLO_BYTES
+
+    @property
+    def rank(self) -> int | None:
+        """The client's rank: unverified until `advance` has returned a channel."""
+        return self._hello.rank
+
+    def start(self) -> None:
+        """Send the client's hello."""
+        self.peer.sendall(self._hello.hello)
 
     def advance(self) -> FrameChannel | None:
         """Read what has arrived, and answer. Return the channel once both sides have proved that they know the secret.
@@ -92,18 +100,18 @@ class Handshake:
         return self._conclude(data)
 
     def _meet(self, hello: bytes) -> None:
-        if not self.hello.meet(hello):
+        if not self._hello.meet(hello):
             self._refuse_encrypted(hello)
-            versions = self.hello.versions(hello)
+            versions = self._hello.versions(hello)
             if versions and not self._client:
                 # Send this side's version, so that the client can also report the version mismatch.
                 with contextlib.suppress(OSError):
-                    self.peer.sendall(self.hello.hello)
+                    self.peer.sendall(self._hello.hello)
             raise AuthenticationError(other_secret=False, versions=versions)
         self._met = True
         self._expected = PROOF_BYTES
         if not self._client:
-            self.peer.sendall(self.hello.hello + self.hello.proof())
+            self.peer.sendall(self._hello.hello + self._hello.proof())
             self._expected += RANK_BYTES
 
     def _refuse_encrypted(self, data: bytes) -> None:
@@ -115,18 +123,18 @@ class Handshake:
             # would reset the connection.
             with contextlib.suppress(OSError):
                 self.peer.recv(_MOST_UNREAD)
-                self.peer.sendall(self.hello.hello)
+                self.peer.sendall(self._hello.hello)
         raise UntrustedError("the other side encrypts, and this one does not")
 
     def _conclude(self, proof: bytes) -> FrameChannel:
-        if not self.hello.accepts(proof):
+        if not self._hello.accepts(proof):
             if self._client:
                 with contextlib.suppress(OSError):
-                    self.peer.sendall(self.hello.claim())
+                    self.peer.sendall(self._hello.claim())
             raise AuthenticationError(other_secret=True)
         if self._client:
-            self.peer.sendall(self.hello.proof())
-        return self.hello.channel()
+            self.peer.sendall(self._hello.proof())
+        return self._hello.channel()
 
 
 def connect(
@@ -145,7 +153,7 @@ def connect(
         tune(peer)
         peer = encrypted(peer, context, max(_LEAST_S, deadline - clock.now()))
         handshake = Handshake(peer, secret, client=True, rank=rank)
-        peer.sendall(handshake.hello.hello)
+        handshake.start()
         channel = None
         while channel is None:
             peer.settimeout(max(_LEAST_S, deadline - clock.now()))
@@ -244,10 +252,9 @@ class Acceptor:
         except (OSError, AuthenticationError) as error:
             _log.debug("client refused: %s", error)
             failure = getattr(handshake.peer, "failure", None) or error
-            rank = handshake.hello.rank
-            if rank is not None or isinstance(failure, UntrustedError):
+            if handshake.rank is not None or isinstance(failure, UntrustedError):
                 with contextlib.suppress(OSError):
-                    self._on_refused(rank, host_in(handshake.peer.getpeername()), str(failure))
+                    self._on_refused(handshake.rank, host_in(handshake.peer.getpeername()), str(failure))
             self._forget(handshake).close()
             return None
         if channel is not None:

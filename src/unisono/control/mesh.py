@@ -210,7 +210,7 @@ class _Accepting:
                     if key.fileobj is listener:
                         acceptor.accept()
                     elif (channel := acceptor.advance(key.data)) is not None:
-                        self._admit(key.data.hello.rank, key.data.peer, channel)
+                        self._admit(key.data.rank, key.data.peer, channel)
                 acceptor.tidy()
 
     def _admit(self, rank: int, peer: socket.socket, channel: FrameChannel) -> None:

@@ -40,7 +40,7 @@ class Door:
             if key.fileobj is self._listener:
                 self._acceptor.accept()
             elif (channel := self._acceptor.advance(key.data)) is not None:
-                found.append((key.data.hello.rank, key.data.peer, channel))
+                found.append((key.data.rank, key.data.peer, channel))
         self._acceptor.tidy()
         return found
 

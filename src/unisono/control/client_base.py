@@ -229,9 +229,7 @@ class ControlClient(ControlPlane, ABC):
         self._patience_s = min(self._patience_s, _GRACE_S)
         if self._record is not None and self._members:
             group = next(iter(self._members.values())).group
-            kind, text = (
-                ("exit", "not closed") if error is None else ("error", f"{type(error).__name__}: {text_of(error)}")
-            )
+            kind, text = _end_of(error)
             self._record.put(kind, group.name, group.rank, None, text)
         for membership in list(self._members.values()):
             if error is not None and self._ended is None:
@@ -289,7 +287,10 @@ class ControlClient(ControlPlane, ABC):
             self._waiters.pop(waiter.number, None)
 
     def exchange(self, group: Group, topic: str, value: Any, timeout: float) -> list[Any]:
-        return self._exchange(group, topic, value, timeout, agree=False) or []
+        values = self._exchange(group, topic, value, timeout, agree=False)
+        # Only `agree` allows the server to answer without values.
+        assert values is not None
+        return values
 
     def exchange_unless_equal(self, group: Group, topic: str, value: Any, timeout: float) -> list[Any] | None:
         return self._exchange(group, topic, value, timeout, agree=True)
@@ -394,6 +395,11 @@ class ControlClient(ControlPlane, ABC):
 
 def _forget(number: int) -> tuple[str, int]:
     return "forget", number
+
+
+def _end_of(error: BaseException | None) -> tuple[str, str]:
+    """Return the kind and text of the event to record if a program exits with open communicators."""
+    return ("exit", "not closed") if error is None else ("error", f"{type(error).__name__}: {text_of(error)}")
 
 
 def _as_seen_in(group: Group, cause: Cause, failed_rank: int | None) -> Cause:

@@ -64,6 +64,7 @@ class LocalHub:
         ['me']
     """
 
+    # Class of the handles that `control` returns.
     _kind = LocalControl
 
     def __init__(self) -> None:

@@ -71,8 +71,8 @@ def close_at_exit(handle: ExitHandler) -> None:
 
 
 def _take_leave() -> None:
-    close_all()
-    if isinstance(_what_ends_the_process(), PeerLostError | AbortedError) and os.getpid() not in _end_at_once:
+    error = close_all()
+    if isinstance(error, PeerLostError | AbortedError) and os.getpid() not in _end_at_once:
         # Launchers blame the process that exits first, so let the failed process exit first.
         time.sleep(_GRACE_S)
 
@@ -99,8 +99,8 @@ def raise_failed_saves() -> None:
         raise_failed()
 
 
-def close_all() -> None:
-    """Close all handles that are still open."""
+def close_all() -> BaseException | None:
+    """Close all handles that are still open; return the error that ends the process, which they have reported."""
     error = _what_ends_the_process()
     # Close the newest handle first, because a handle may depend on older ones. `valuerefs` copies in one step;
     # iterating would raise if a daemon thread registered a handle meanwhile.
@@ -109,6 +109,7 @@ def close_all() -> None:
     for _, handle in sorted(own, reverse=True):
         with contextlib.suppress(CommError, OSError):
             handle.on_process_exit(error)
+    return error
 
 
 def _what_ends_the_process() -> BaseException | None:

@@ -233,7 +233,7 @@ class MpiAbortGuard:
     def await_closing(self, rendezvous: Rendezvous) -> None:
         """Count `rendezvous` as open until it is closed, because other ranks may be waiting for this process."""
         self._open += 1
-        rendezvous.closing.callback(self._note_closed)
+        rendezvous.on_close.callback(self._note_closed)
 
     def _note_closed(self) -> None:
         self._open -= 1

@@ -109,7 +109,7 @@ class Rendezvous:
         address: Address at which the other ranks can reach this host.
         name: Name of the group of all ranks, different for each `init` of a job.
         source: How the rank and the rendezvous were found, as one line for the log.
-        closing: What `close` does after it has closed `control`.
+        on_close: What `close` does after it has closed `control`.
         network: Backend that "auto" uses between hosts; "" if it depends on the hosts.
     """
 
@@ -120,13 +120,13 @@ class Rendezvous:
     address: str
     name: str
     source: str
-    closing: ExitStack = field(default_factory=ExitStack, repr=False)
+    on_close: ExitStack = field(default_factory=ExitStack, repr=False)
     network: str = ""
 
     def close(self) -> None:
         """Leave the job without an error. A server in this process runs until the other ranks have left. Idempotent."""
         self.control.close()
-        self.closing.close()
+        self.on_close.close()
 
 
 # -- servers of this process -----------------------------------------------------------------------
@@ -274,7 +274,7 @@ def meet(claim: RankClaim, address: tuple[str, int], secret: bytes, lease: Lease
             try:
                 patience_s = max(claim.left_s, 0.1)
                 place = confirm(claim, SocketControl(address, secret, patience_s, host_rank=0, rank=claim.rank))
-                place.closing = release.pop_all()
+                place.on_close = release.pop_all()
                 return place
             except MovedError as error:
                 lost = error

@@ -26,6 +26,10 @@ REQUESTS = [
     ("fail", "world", "CommError", 0, "because"),
     ("cause", "world"),
     ("enrol", "world", 0, 2, "me"),
+    ("stop", "world", "because"),
+    ("verdict", "world"),
+    ("rebuild", "world", 1, 1, [0, 1], b"terms"),
+    ("apply",),
     ("bye",),
 ]
 

@@ -17,6 +17,7 @@ from insides import cut
 from waiting import is_refused, run_concurrently, wait_until
 
 from unisono.bootstrap import Rendezvous, find
+from unisono.bootstrap.rendezvous import hosts_at
 from unisono.control.client import SocketControl
 from unisono.control.local import LocalControl
 from unisono.control.server import ControlServer
@@ -50,8 +51,9 @@ def test_empty_variables_count_as_unset(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 RANK = """
-    import os, sys, threading
+    import os, sys
     from unisono.bootstrap import find
+    from unisono.bootstrap.rendezvous import hosts_at
     from unisono.core.group import Group
 
     method, rank, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -60,8 +62,7 @@ RANK = """
     def say(place):
         group = Group.world(place.rank, place.size, place.name)
         values = place.control.exchange(group, "hello", (place.rank, place.name), 20.0)
-        serves = any(thread.name == "unisono control server" for thread in threading.enumerate())
-        print(values, place.address, serves)
+        print(values, place.address, hosts_at(place.control.address))
 
     one = find(*given, timeout_s=20.0)
     two = find(*given, timeout_s=20.0)
@@ -144,6 +145,7 @@ def test_rank_0_may_start_last(port: int) -> None:
 # -- ends ------------------------------------------------------------------------------------------
 def test_rank_0_may_close_first(port: int) -> None:
     places = meet(f"tcp://127.0.0.1:{port}", 2)
+    assert hosts_at(("127.0.0.1", port))
     places[0].close()
     places[1].control.set("still", b"here")
     with pytest.raises(PeerLostError, match="rank 0 has left"):

@@ -51,8 +51,6 @@ class Staging:
         after: Functions to run once all data has arrived.
     """
 
-    _always_copies = False
-
     def __init__(
         self, away: frozenset[str] = frozenset(), streams: dict[torch.device, torch.Stream] | None = None
     ) -> None:
@@ -74,7 +72,7 @@ class Staging:
         plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
         # An inference tensor can only be written to in inference mode.
         plain = plain and not (write and tensor.is_inference() and not torch.is_inference_mode_enabled())
-        if plain and not self._always_copies and tensor.device.type not in self._away:
+        if plain and tensor.device.type not in self._away:
             # Unlike view(-1), as_strided gives stride 1 even to a single element. With any other stride,
             # `view(torch.uint8)` would raise.
             flat = tensor.as_strided((tensor.numel(),), (1,))
@@ -214,20 +212,32 @@ class BufferGuard(Staging):
         away, streams: See `Staging`.
     """
 
-    _always_copies = True
-
     def __init__(self, away: frozenset[str], streams: dict[torch.device, torch.Stream]) -> None:
         super().__init__(away, streams)
         self._place = callers_place()
 
     def flat(self, tensor: torch.Tensor, *, read: bool, write: bool) -> torch.Tensor:
-        # `copy_before` compares tensors that are read. Compare before the result is copied back.
-        if not read:
-            self.after.append(partial(self._compare, tensor, digest(tensor)))
-        return super().flat(tensor, read=read, write=write)
+        tensor = tensor.detach()
+        flat = self.scratch(tensor.numel(), tensor)
+        shaped = flat.view(tensor.shape)
+        # Tensors that are read are compared by `copy_before`. In both cases, compare before the result is copied back.
+        if read:
+            self.copy_before(shaped, tensor)
+        else:
+            self._guard(tensor)
+        if write:
+            self.after.append(partial(copy_back, tensor, shaped))
+        return flat
 
     def copy_before(self, target: torch.Tensor, tensor: torch.Tensor) -> None:
-        super().copy_before(target, tensor)
+        # Copy now: a queued call begins later, and a change meanwhile must not reach other ranks.
+        target.copy_(tensor.detach())
+        # An accelerator has made the copy once `_guard` has read the tensor.
+        self._guard(tensor)
+
+    def _guard(self, tensor: torch.Tensor) -> None:
+        """Compare the tensor with its present elements when the call ends."""
+        self.follow([tensor])
         self.after.append(partial(self._compare, tensor, digest(tensor)))
 
     def _compare(self, tensor: torch.Tensor, before: int) -> None:

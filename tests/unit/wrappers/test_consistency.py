@@ -174,6 +174,40 @@ def test_buffer_changed_before_wait_is_found(name: str) -> None:
     assert run_ranks(program, 2, "thread", check="full") == ["done"] * 2
 
 
+@pytest.mark.parametrize("how", [{}, {"scale": 1.0}])
+def test_change_of_a_queued_buffer_reaches_no_other_rank(how: dict[str, Any]) -> None:
+    changed = threading.Event()
+    sums = []
+
+    class Notes(Flips):
+        """Notes the sums that rank 0 gets; rank 1 fails only after that, when the two have compared them."""
+
+        def run(self, call: Call, over: PointToPoint | None = None) -> Work:
+            def note() -> None:
+                if self.rank == 0 and call.outputs:
+                    sums.append(call.outputs[0].tolist())
+
+            return ChainedWork(self.inner.run(call, over), note)
+
+    def program(comm: Any) -> None:
+        assert comm.rank == 1 or changed.wait(60.0)
+        tensor = torch.ones(2)
+        works = [comm.barrier(async_op=True), comm.all_reduce(tensor, **how, async_op=True)]
+        if comm.rank == 1:
+            # The barrier waits for rank 0, so the sum has not begun.
+            tensor.fill_(100.0)
+            changed.set()
+            with pytest.raises(MismatchError, match="was changed between the call and the end"):
+                works[1].wait()
+        else:
+            # This rank may get the error of the other one before its call ends.
+            with contextlib.suppress(CommError):
+                works[1].wait()
+
+    run_ranks(program, 2, "thread", check="full", wrap=Notes)
+    assert sums == [[2.0, 2.0]]
+
+
 def test_check_mode_must_agree() -> None:
     with pytest.raises(ValueError, match="check must be"):
         un.init(check="most")  # type: ignore[arg-type]  # wrong or narrower on purpose

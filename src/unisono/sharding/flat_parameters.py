@@ -113,7 +113,7 @@ class FlatParameters:
         part: This rank's elements, in the parameters' original dtype.
         pieces: This rank's slice of each parameter, in the memory of `part`; may be empty.
         frozen: Whether the parameters were frozen when the model was sharded.
-        gradient: Gradients of the parameters from backward passes; empty for frozen parameters.
+        gradient: Gradients of the parameters from backward passes. Nothing is ever added for frozen parameters.
         gathered: Whether the parameters are gathered and can be used.
     """
 

@@ -16,7 +16,6 @@ from torch import nn
 from torch._C._dynamo import eval_frame
 from torch.utils._pytree import tree_leaves
 
-from unisono.core.work import raised_by
 from unisono.errors import MismatchError
 from unisono.sharding.comms import NotCopied, ShardComms
 from unisono.sharding.flat_parameters import FlatParameters, OneStream
@@ -164,7 +163,10 @@ class _GatherOrder:
         self.forget()
 
     def forget(self) -> None:
-        """Forget the recorded order: prefetching is collective, and after a failure ranks' orders may differ."""
+        """Forget the recorded order, which is also the initial state.
+
+        Prefetching is collective, and after a failure ranks' orders may differ.
+        """
         # For each unit, the unit that was gathered after it. The key is (False, unit) in forward, and (True, unit) in
         # backward.
         self._next: dict[tuple[bool, Unit], Unit] = {}
@@ -449,10 +451,12 @@ class Runtime(PassOwner, NotCopied):
             return
         following = self._order.follow(unit, backward=backward)
         overlaps = self._comms.live.data.overlaps
+        if not overlaps:
+            following = None
         with torch.no_grad():
             # Start this unit's gathers first: the computation waits for them, and all gathers run in the order in which
             # they are called.
-            for flat in (*unit.flats, *(following.flats if overlaps and following is not None else ())):
+            for flat in (*unit.flats, *(following.flats if following is not None else ())):
                 flat.start_gather(async_op=overlaps)
             for flat in unit.flats:
                 flat.finish_gather()
@@ -558,7 +562,11 @@ class Runtime(PassOwner, NotCopied):
 
     def check_step(self, places: Sequence[Place], optimizer: ShardOptimizer, *_: object) -> None:
         """Hook before an optimizer's step: raise on all ranks unless all ranks take the same step. Collective."""
-        problem = raised_by(partial(self.check_reduced, "optimizer.step()", places))
+        problem: Exception | None = None
+        try:
+            self.check_reduced("optimizer.step()", places)
+        except RuntimeError as error:
+            problem = error
         # Remove GradScaler's attributes, which it deletes only after a successful step. Otherwise, a later step without
         # a GradScaler would also be refused.
         scaled = [optimizer.__dict__.pop(name, None) is not None for name in ("found_inf", "grad_scale")]

@@ -605,7 +605,7 @@ def check_same_step(
     gradients: Sequence[torch.Tensor],
     step: int,
     comm: Communicator,
-    problem: BaseException | None = None,
+    problem: Exception | None = None,
 ) -> None:
     """Raise on every rank if any rank has a problem, or if gradients or options differ between ranks. Collective.
 

@@ -63,6 +63,11 @@ NAMES: dict[str, tuple[Any, str, str]] = {
     "_foreach_copy_": (torch, "copies into buckets take one call each", "copy_ in a loop"),
     "_functorch": ("torch._C", "wrapped tensors of vmap and grad are taken for plain ones", "torch.func's public test"),
     "_get_default_store": (dist.distributed_c10d, "a watch finds no processes", "a store of ours, by MASTER_ADDR"),
+    "_indices": (
+        torch.ones(1),
+        "uncoalesced sparse tensors cannot be sent in remote calls",
+        "coalesce a copy, and send its indices() and values()",
+    ),
     "_is_profiler_enabled": (torch.autograd.profiler, "calls are not shown in profiles", "record_function always"),
     "_len_torch_dispatch_stack": ("torch._C", "CommDebugMode sees no collectives", "make watched calls directly"),
     "_load_from_state_dict": (MODULE, "modules that adapt what they load are not noticed", "load all aside"),

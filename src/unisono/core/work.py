@@ -255,8 +255,12 @@ def format_bytes(nbytes: int) -> str:
     """
     if nbytes < 1024:
         return f"{nbytes} B"
-    power = min((nbytes.bit_length() - 1) // 10, 3)
-    return f"{nbytes / 1024**power:.1f} {('KiB', 'MiB', 'GiB')[power - 1]}"
+    size = float(nbytes)
+    for unit in ("KiB", "MiB", "GiB"):
+        size /= 1024
+        if size < 1024 or unit == "GiB":
+            break
+    return f"{size:.1f} {unit}"
 
 
 def wait_any(works: Sequence[Work], timeout: Timeout | None = None) -> int:
@@ -312,9 +316,11 @@ class Deferred(Work):
     def wait(self, timeout: Timeout | None = None) -> None:
         limit = resolve_timeout(timeout, self._timeout_s)
         if timeout is not None and self._ready is not None:
+            started = clock.now()
             # Wait without the lock, because another thread may be in `run` meanwhile.
-            if not clock.poll_until(self._ready, clock.now() + limit, spins=1):
-                raise timeout_error((), limit)
+            ready = self._ready() or (limit > 0 and clock.poll_until(self._ready, started + limit, spins=0))
+            if not ready:
+                raise timeout_error((), clock.now() - started)
             limit = self._timeout_s
         with self._lock:
             if not self._over:

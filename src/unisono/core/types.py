@@ -88,14 +88,14 @@ class ReduceOp(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Message:
+class _Endpoint:
     tensor: Any
     peer: int
     tag: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Send(_Message):
+class Send(_Endpoint):
     """A message to another rank, for `Communicator.batch_isend_irecv`.
 
     Args:
@@ -111,7 +111,7 @@ class Send(_Message):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Recv(_Message):
+class Recv(_Endpoint):
     """A message from another rank, for `Communicator.batch_isend_irecv`.
 
     Args:

@@ -70,15 +70,10 @@ class Registry(Generic[T]):
 
     def names(self) -> list[str]:
         """All known names, sorted. Listing the names imports the package, but not its modules."""
-        return sorted({*self._modules, *self._aliases, *entry_points_of(self._group), *self._registered})
+        return sorted({*self._modules, *self._aliases, *self._foreign, *self._registered})
 
     def __contains__(self, name: object) -> bool:
-        return (
-            name in self._registered
-            or name in self._aliases
-            or name in self._modules
-            or name in entry_points_of(self._group)
-        )
+        return name in self._registered or name in self._aliases or name in self._modules or name in self._foreign
 
     def __getitem__(self, name: str) -> T:
         if name in self._registered:
@@ -86,8 +81,8 @@ class Registry(Generic[T]):
         if name in self._aliases or name in self._modules:
             module = importlib.import_module(f"{self._package}.{self._aliases.get(name, name)}")
             return cast(T, getattr(module, self._attribute) if self._attribute else module)
-        if name in entry_points_of(self._group):
-            return cast(T, entry_points_of(self._group)[name].load())
+        if name in self._foreign:
+            return cast(T, self._foreign[name].load())
         raise ValueError(unknown_name(self.kind, name, self.names()))
 
     def summary(self, name: str) -> str:
@@ -106,6 +101,10 @@ class Registry(Generic[T]):
         """Modules and subpackages, except helpers and those available only under aliases."""
         files = _files(tuple(importlib.import_module(self._package).__path__))
         return tuple(name for name in files if name not in self._hidden)
+
+    @property
+    def _foreign(self) -> dict[str, EntryPoint]:
+        return entry_points_of(self._group)
 
 
 def unknown_name(kind: str, name: str, known: Collection[str]) -> str:

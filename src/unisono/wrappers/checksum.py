@@ -11,7 +11,7 @@ import xxhash
 
 from unisono.core.staging import digest
 from unisono.core.transport import Transport
-from unisono.core.types import Message, Send, Work
+from unisono.core.types import Message, Recv, Send, Work
 from unisono.core.work import ChainedWork
 from unisono.errors import CorruptedError
 from unisono.wrappers.base import Wrapper
@@ -20,10 +20,11 @@ from unisono.wrappers.delay_queue import Stream
 __all__ = ["Checksummed", "Frame"]
 
 # Magic number, number of the message in its stream, length, and hash of the message's bytes. A hash of these fields
-# follows, of 8 bytes.
+# follows.
 _HEADER = struct.Struct("<8sQQQ")
-_MAGIC = b"unisono\x01"
-_HEADER_BYTES = _HEADER.size + 8
+_MAGIC = b"unisono\x02"
+_HASH_BYTES = 8
+_HEADER_BYTES = _HEADER.size + _HASH_BYTES
 
 
 class Checksummed(Wrapper):
@@ -71,9 +72,10 @@ class Checksummed(Wrapper):
             frame = Frame(message, self._numbers[key])
             if isinstance(message, Send):
                 frame.pack()
+                out.append(Send(frame.packed, message.peer, message.tag))
             else:
                 expected.append(frame)
-            out.append(type(message)(frame.packed, message.peer, message.tag))
+                out.append(Recv(frame.packed, message.peer, message.tag))
         work = self.inner.post(out)
 
         def unpack() -> None:

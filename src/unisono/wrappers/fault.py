@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
+from inspect import Parameter, signature
 from random import Random
 from typing import Any
 
@@ -24,7 +25,7 @@ from unisono.wrappers.rank_faults import RankFaults
 __all__ = ["Faulty", "KilledError", "check_faults"]
 
 _CHANCES = ("drop", "delay", "duplicate", "reorder", "corrupt")
-_LATE = frozenset({"delay", "reorder"})
+_DELAYING = frozenset({"delay", "reorder"})
 
 
 class KilledError(Exception):
@@ -40,6 +41,32 @@ class KilledError(Exception):
         >>> un.launch(program, 2, "thread", wrap=lambda inner: Faulty(inner, seed=1, on_ranks=dies))[1]
         'rank 1 of 2 was killed at its post 1, as configured'
     """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Faults:
+    """Parameters of `Faulty`."""
+
+    seed: int
+    drop: float
+    delay: float
+    duplicate: float
+    reorder: float
+    corrupt: float
+    delay_s: float
+    on_ranks: RankFaults | None
+
+    def __post_init__(self) -> None:
+        for name in (*_CHANCES, "delay_s"):
+            if not isinstance(getattr(self, name), int | float):
+                raise TypeError(f"{name} must be a number, not {getattr(self, name)!r}")
+        for name in _CHANCES:
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be a probability from 0 to 1, not {getattr(self, name)!r}")
+        if not self.delay_s >= 0:
+            raise ValueError(f"delay_s must not be negative, not {self.delay_s!r}")
+        if not isinstance(self.on_ranks, RankFaults | None):
+            raise TypeError(f"on_ranks must be a unisono.testing.RankFaults, not {self.on_ranks!r}")
 
 
 class Faulty(Wrapper):
@@ -90,20 +117,19 @@ class Faulty(Wrapper):
         on_ranks: RankFaults | None = None,
     ) -> None:
         super().__init__(inner)
-        self._faults: dict[str, Any] = {
-            "seed": seed,
-            "drop": drop,
-            "delay": delay,
-            "duplicate": duplicate,
-            "reorder": reorder,
-            "corrupt": corrupt,
-            "delay_s": delay_s,
-            "on_ranks": on_ranks,
-        }
-        _check(self._faults)
+        self._faults = _Faults(
+            seed=seed,
+            drop=drop,
+            delay=delay,
+            duplicate=duplicate,
+            reorder=reorder,
+            corrupt=corrupt,
+            delay_s=delay_s,
+            on_ranks=on_ranks,
+        )
         self._rank_faults = _of_rank(on_ranks or RankFaults(), self.group.members[self.rank])
         slow = self._rank_faults.slow_bytes_per_s is not None
-        self._harmless = not slow and not any(self._faults[name] for name in _CHANCES)
+        self._harmless = not slow and not any(getattr(self._faults, name) for name in _CHANCES)
         self._posts = 0
         self._sent: Counter[Stream] = Counter()
         self._late = DelayQueue(inner)
@@ -114,7 +140,7 @@ class Faulty(Wrapper):
         self._frozen: list[str] = []
 
     def wrap_child(self, inner: Transport) -> Faulty:
-        child = Faulty(inner, **self._faults)
+        child = Faulty(inner, **{field.name: getattr(self._faults, field.name) for field in fields(self._faults)})
         child._frozen = self._frozen
         return child
 
@@ -136,13 +162,15 @@ class Faulty(Wrapper):
             if not isinstance(message, Send):
                 prompt.append(message)
                 continue
-            hit, where = self._decide(message)
-            if "drop" in hit:
+            faults, where = self._decide(message)
+            if "drop" in faults:
                 continue
-            sent = _corrupted(message, where) if "corrupt" in hit else message
-            copies = [sent, replace(sent, tensor=sent.tensor.clone())] if "duplicate" in hit else [sent]
-            if self._is_late(message, hit, late):
-                late += [DelayedSend(copy, self._due(copy, hit), "reorder" in hit and copy is sent) for copy in copies]
+            sent = _corrupted(message, where) if "corrupt" in faults else message
+            copies = [sent, replace(sent, tensor=sent.tensor.clone())] if "duplicate" in faults else [sent]
+            if self._is_late(message, faults, late):
+                late += [
+                    DelayedSend(copy, self._due(copy, faults), "reorder" in faults and copy is sent) for copy in copies
+                ]
             else:
                 prompt.append(sent)
                 again += copies[1:]
@@ -153,21 +181,21 @@ class Faulty(Wrapper):
             self.inner.post(again)
         return WorkGroup([posted, self._late.post(late)]) if late else posted
 
-    def _is_late(self, send: Send, hit: Set[str], late: Sequence[DelayedSend]) -> bool:
+    def _is_late(self, send: Send, faults: Set[str], late: Sequence[DelayedSend]) -> bool:
         stream = (send.peer, send.tag)
         behind = self._late.queued(stream) or any((held.send.peer, held.send.tag) == stream for held in late)
-        return bool(hit & _LATE) or behind or self._rank_faults.slow_bytes_per_s is not None
+        return bool(faults & _DELAYING) or behind or self._rank_faults.slow_bytes_per_s is not None
 
-    def _due(self, send: Send, hit: Set[str]) -> float:
-        return self._slowness.due(send, self._faults["delay_s"] if hit & _LATE else 0.0)
+    def _due(self, send: Send, faults: Set[str]) -> float:
+        return self._slowness.due(send, self._faults.delay_s if faults & _DELAYING else 0.0)
 
     def _decide(self, message: Send) -> tuple[Set[str], float]:
         """Return a message's faults, and the position of a changed bit as a fraction of the message's length."""
         stream = (message.peer, message.tag)
         self._sent[stream] += 1
-        chance = Random(f"{self._faults['seed']} {self.group.name} {self.rank} {stream} {self._sent[stream]}")
-        hit = {name for name in _CHANCES if chance.random() < self._faults[name]}
-        return hit, chance.random()
+        chance = Random(f"{self._faults.seed} {self.group.name} {self.rank} {stream} {self._sent[stream]}")
+        faults = {name for name in _CHANCES if chance.random() < getattr(self._faults, name)}
+        return faults, chance.random()
 
     def close(self) -> None:
         self._end(ClosedError("the communicator was closed"))
@@ -192,29 +220,15 @@ def check_faults(faults: Mapping[str, Any], size: int) -> None:
     Raises:
         ValueError, TypeError: An argument is unknown or invalid, or a rank does not exist.
     """
-    checked = dict(Faulty.__init__.__kwdefaults__ or {})
+    parameters = signature(Faulty).parameters.items()
+    defaults = {name: parameter.default for name, parameter in parameters if parameter.default is not Parameter.empty}
     for name in faults:
-        if name not in checked:
-            raise ValueError(unknown_name("fault", name, checked))
-    checked.update(faults)
-    _check(checked)
-    for rank in (checked["on_ranks"] and checked["on_ranks"].ranks) or ():
+        if name not in defaults:
+            raise ValueError(unknown_name("fault", name, defaults))
+    checked = _Faults(seed=0, **{**defaults, **faults})
+    for rank in (checked.on_ranks and checked.on_ranks.ranks) or ():
         if not 0 <= rank < size:
             raise ValueError(f"faults name rank {rank}, but the ranks are 0 to {size - 1}")
-
-
-def _check(faults: Mapping[str, Any]) -> None:
-    """Raise `ValueError` or `TypeError` unless the arguments of `Faulty`, by name, are valid."""
-    for name in (*_CHANCES, "delay_s"):
-        if not isinstance(faults[name], int | float):
-            raise TypeError(f"{name} must be a number, not {faults[name]!r}")
-    for name in _CHANCES:
-        if not 0 <= faults[name] <= 1:
-            raise ValueError(f"{name} must be a probability from 0 to 1, not {faults[name]!r}")
-    if not faults["delay_s"] >= 0:
-        raise ValueError(f"delay_s must not be negative, not {faults['delay_s']!r}")
-    if not isinstance(faults["on_ranks"], RankFaults | None):
-        raise TypeError(f"on_ranks must be a unisono.testing.RankFaults, not {faults['on_ranks']!r}")
 
 
 def _of_rank(faults: RankFaults, rank: int) -> RankFaults:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import pytest
 import torch
 
 import unisono as un
+from unisono.core.group import Group
+from unisono.core.transport import Envelope, Mailbox
 from unisono.testing import pool
 
 WITHIN_S = 30.0
@@ -30,3 +35,35 @@ def test_long_heads_and_many_bodies_arrive_in_order() -> None:
 
     expected = [(head, [[size] * size for size in sizes]) for head, sizes in zip(heads, lengths, strict=True)]
     assert pool("thread").run(program, size=2)[1] == expected
+
+
+class Breaks(Mailbox):
+    """A mailbox whose resources cannot be released."""
+
+    def send(self, peer: int, head: bytes, bodies: Sequence[torch.Tensor], timeout: float) -> None:
+        raise NotImplementedError
+
+    def poll(self) -> list[Envelope]:
+        return []
+
+    def wait(self, timeout: float) -> None:
+        pass
+
+    def wake(self) -> None:
+        pass
+
+    def release(self) -> None:
+        assert self.closed
+        raise OSError("it cannot be released")
+
+
+def test_a_mailbox_closes_once_even_if_its_release_fails() -> None:
+    box = Breaks(Group.world(0, 2))
+    closed = []
+    box.on_close = lambda: closed.append(box.closed)
+    with pytest.raises(OSError, match="cannot be released"):
+        box.close()
+    assert closed == [True]
+    # Neither is called again.
+    box.close()
+    assert closed == [True]

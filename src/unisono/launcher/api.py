@@ -7,7 +7,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -656,9 +656,18 @@ def _run_threads(job: Job, size: int, on_failure: str) -> list[Outcome]:
     done = queue.SimpleQueue[Outcome]()
 
     def main(rank: int) -> None:
-        with ThreadRank():
-            outcome = job.outcome(Group.world(rank, size), hub.control())
-        done.put(outcome)
+        with ExitStack() as stack:
+            try:
+                control = hub.control()
+                stack.callback(control.close)
+                with ThreadRank():
+                    result = job.run(Group.world(rank, size), control)
+                outcome = Outcome(rank, result)
+            except BaseException as error:
+                # Report errors outside the program, too: `launch` waits for an outcome of each rank.
+                outcome = Outcome(rank, error=error)
+            # Report before the handle is closed, which waits for the hub.
+            done.put(outcome)
 
     def start(rank: int, attempt: int) -> None:
         threading.Thread(target=main, args=(rank,), name=f"unisono rank {rank}", daemon=True).start()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -59,16 +58,6 @@ class Job:
         if self.wrap is not None:
             transport = self.wrap(transport)
         return self.call(Communicator(transport, control, options, check=self.check))
-
-    def outcome(self, group: Group, control: ControlPlane) -> Outcome:
-        """Run one rank in this thread, and close its handle to the control plane; return the rank's outcome."""
-        try:
-            return Outcome(group.rank, self.run(group, control))
-        except BaseException as error:
-            return Outcome(group.rank, error=error)
-        finally:
-            with suppress(CommError):
-                control.close()
 
     def call(self, comm: Communicator) -> Any:
         """Call the program, notify the other ranks if it fails, and close the communicator."""

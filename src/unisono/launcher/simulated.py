@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import blake2b
@@ -22,6 +22,7 @@ from unisono.core.transport import Options, Transport
 from unisono.core.types import Timeout
 from unisono.core.work import positive_timeout
 from unisono.diagnostics.tracebacks import show_errors
+from unisono.errors import CommError
 from unisono.launcher.job import Job, check_job, conclude
 from unisono.launcher.supervisor import GRACE_S, Outcome
 from unisono.simulation import EndedError, TaskScheduler, interposed, unpatched
@@ -181,9 +182,7 @@ def run_simulated(job: Job, size: int, on_failure: str, seed: int, preempt: floa
             # Use the same seed on all ranks, so that a rank's random numbers do not depend on the order in which ranks
             # run.
             with ThreadRank(seed):
-                outcome = job.outcome(replace(world, rank=rank), hub.control())
-            if isinstance(outcome.error, EndedError):
-                raise outcome.error
+                outcome = _be(job, replace(world, rank=rank), hub)
             scheduler.note("has ended" if outcome.error is None else f"has ended with {type(outcome.error).__name__}")
             ended.append(outcome)
             if outcome.error is not None and on_failure == "end":
@@ -199,6 +198,19 @@ def run_simulated(job: Job, size: int, on_failure: str, seed: int, preempt: floa
     results = conclude(ended, size, on_failure)
     digest = blake2b("\n".join(scheduler.trace).encode(), digest_size=16).hexdigest()
     return Simulated(results, scheduler.now / 1e9, seed, scheduler.trace, digest)
+
+
+def _be(job: Job, group: Group, hub: SimulatedHub) -> Outcome:
+    control = hub.control()
+    try:
+        return Outcome(group.rank, job.run(group, control))
+    except EndedError:
+        raise
+    except BaseException as error:
+        return Outcome(group.rank, error=error)
+    finally:
+        with suppress(CommError):
+            control.close()
 
 
 def _end_all(scheduler: TaskScheduler, size: int) -> None:

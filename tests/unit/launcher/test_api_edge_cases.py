@@ -154,6 +154,16 @@ def test_interrupt_ends_thread_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "launch was ended by KeyboardInterrupt" in str(error)
 
 
+@pytest.mark.parametrize("place", ["ThreadRank", "LocalHub.control"])
+def test_error_outside_the_program_of_a_thread_rank(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("no rank can be made")
+
+    monkeypatch.setattr(f"unisono.launcher.api.{place}", fails)
+    with pytest.raises(RuntimeError, match="no rank can be made"):
+        un.launch(square, 2, "thread")
+
+
 @pytest.mark.soak
 def test_temporary_directory_with_a_long_name(tmp_path: Path) -> None:
     folder, script = tmp_path / ("x" * 90), tmp_path / "ranks.py"

@@ -267,6 +267,20 @@ def test_loss_of_the_process_that_forked_them_ends_the_ranks(folder: Path) -> No
     assert wait_until(lambda: not any(map(is_running, pids)))
 
 
+LINGER = """
+import atexit, os, time
+if "unisono.launcher.template" in sys.orig_argv:
+    template = os.getpid()
+    atexit.register(lambda: os.getpid() == template and time.sleep(1000))
+"""
+
+
+def test_process_that_forked_the_ranks_cannot_delay_the_end(folder: Path) -> None:
+    (folder / "train.py").write_text("import os\nprint(os.environ['RANK'])")
+    ended = run("train.py", env={**os.environ, **started_with(folder, LIGHT + LINGER)})
+    assert (ended.returncode, sorted(ended.stdout.splitlines()), ended.stderr) == (0, ["[0] 0", "[1] 1"], "")
+
+
 @pytest.mark.soak
 def test_interrupt_while_torch_is_imported_ends_the_job(folder: Path) -> None:
     (folder / "train.py").write_text("print('never')")

@@ -18,6 +18,7 @@ from typing import IO
 
 from unisono.core.frames import READ_BYTES, Frame, FrameChannel, Kind
 from unisono.host.processes import interpreter_flags
+from unisono.launcher.supervisor import END_S
 
 __all__ = ["StartedRank", "fork_ranks", "sets_environment"]
 
@@ -85,18 +86,18 @@ def fork_ranks(
 ) -> tuple[list[StartedRank], IO[bytes], Callable[[], None]]:
     """Start the template process, which forks a script's ranks.
 
-    Returns immediately. The template forks the ranks when it has imported torch, or starts separate interpreters if
-    ranks cannot be forked.
+    Returns immediately. No rank is forked until the returned function runs: it sends the template its orders. The
+    template then forks the ranks when it has imported torch, or starts separate interpreters if ranks cannot be forked.
 
     Args:
         command: A file, or "-m" and a module, followed by the script's arguments.
         environments: Environment variables of each rank.
         alive: File descriptor of a pipe that closes when this process ends.
         reports: For each rank, the descriptor of the file to which it reports an uncaught error.
-        on_end: Called with the index and exit status of each rank that ends; sets the rank's `status`.
+        on_end: Called with the index and exit status of each rank that ends, after the rank's `status` is set.
 
-    Returns: The ranks, the template's own output, and a function that calls `on_end` and returns when all ranks have
-    ended; the caller must run it in a thread.
+    Returns: The ranks, the template's own output, and a function that has the ranks forked, notes their ends, and
+    returns when all ranks have ended; the caller must run it in a thread.
     """
     first = environments[0]
     shared = {name: value for name, value in first.items() if all(each.get(name) == value for each in environments)}
@@ -136,14 +137,21 @@ def fork_ranks(
     ranks = [StartedRank(template.pid, os.fdopen(out, "rb"), os.fdopen(err, "rb")) for (out, _), (err, _) in outputs]
 
     def follow() -> None:
-        # However this loop ends, even with a truncated frame, `_end_left` below kills the remaining ranks.
+        # However this loop ends, even with a truncated frame, the code below kills the template and all ranks left.
         with own, suppress(OSError, ValueError):
             channel = FrameChannel()
             own.sendall(b"".join(channel.encode_json(Kind.ORDER, order) for order in orders))
             own.shutdown(socket.SHUT_WR)
             for frame in channel.frames(partial(own.recv, READ_BYTES), Kind.STARTED, Kind.ENDED):
                 _on_frame(ranks, frame, on_end)
-        _end_left(ranks, template.wait(), on_end)
+                if all(rank.status is not None for rank in ranks):
+                    break
+        try:
+            status = template.wait(END_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(template.pid, signal.SIGKILL)
+            status = template.wait()
+        _end_left(ranks, status, on_end)
 
     assert template.stdout is not None
     return ranks, template.stdout, follow
@@ -154,6 +162,7 @@ def _on_frame(ranks: list[StartedRank], frame: Frame, on_end: Callable[[int, int
         case Kind.STARTED, int(process) if frame.number in range(len(ranks)):
             ranks[frame.number].pid = process
         case Kind.ENDED, int(status) if frame.number in range(len(ranks)):
+            ranks[frame.number].status = status
             on_end(frame.number, status)
         case _:
             raise ValueError(f"no rank {frame.number} can have {frame.kind.name.lower()}")
@@ -165,4 +174,5 @@ def _end_left(ranks: list[StartedRank], status: int, on_end: Callable[[int, int]
         if rank.status is None:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(rank.pid, signal.SIGKILL)
-            on_end(number, status or 1)
+            rank.status = status or 1
+            on_end(number, rank.status)

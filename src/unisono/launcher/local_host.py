@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from typing import IO, Any
 
@@ -95,8 +95,10 @@ class LocalHost:
         for waiter in self._waiters:
             waiter.join()
         self._files.close()
-        ranks = enumerate(self._ranks, self._job.before)
-        return {number: rank.status for number, rank in ranks if rank.status is not None}
+        # A rank without a waiter, whose thread could not be started, has been killed above.
+        killed = -signal.SIGKILL
+        statuses = [killed if rank.status is None else rank.status for rank in self._ranks]
+        return dict(enumerate(statuses, self._job.before))
 
     def _start(self, rank: int) -> None:
         report = self._reports[rank].fileno()
@@ -122,8 +124,13 @@ class LocalHost:
         )
         assert process.stdout is not None
         assert process.stderr is not None
-        self._follow(rank, StartedRank(process.pid, process.stdout, process.stderr))
-        self._start_thread(self._waiters, lambda: self._on_end(rank, process.wait()))
+        started = StartedRank(process.pid, process.stdout, process.stderr)
+
+        def wait() -> None:
+            started.status = process.wait()
+            self._on_end(rank, started.status)
+
+        self._follow([started], wait, rank)
 
     def _fork(self) -> None:
         ranks, messages, wait = fork_ranks(
@@ -133,20 +140,20 @@ class LocalHost:
             [report.fileno() for report in self._reports],
             self._on_end,
         )
-        for rank, started in enumerate(ranks):
-            self._follow(rank, started)
+        self._follow(ranks, wait)
         self._start_thread(self._readers, self._pass_on, None, 2, messages)
-        self._start_thread(self._waiters, wait)
 
     def _on_end(self, rank: int, status: int) -> None:
-        self._ranks[rank].status = status
         self._events.ended(self._job.before + rank, status, _report_in(self._reports[rank]))
 
-    def _follow(self, rank: int, started: StartedRank) -> None:
-        """Forward a rank's output."""
-        self._ranks.append(started)
-        self._start_thread(self._readers, self._pass_on, self._job.before + rank, 1, started.stdout)
-        self._start_thread(self._readers, self._pass_on, self._job.before + rank, 2, started.stderr)
+    def _follow(self, ranks: Sequence[StartedRank], wait: Callable[[], None], first: int = 0) -> None:
+        """Wait for ranks to end, and forward their output."""
+        self._ranks += ranks
+        # Start this thread first: without it, nothing would note the ranks' ends.
+        self._start_thread(self._waiters, wait)
+        for rank, started in enumerate(ranks, self._job.before + first):
+            self._start_thread(self._readers, self._pass_on, rank, 1, started.stdout)
+            self._start_thread(self._readers, self._pass_on, rank, 2, started.stderr)
 
     def _start_thread(self, threads: list[threading.Thread], target: Callable[..., None], *args: Any) -> None:
         thread = threading.Thread(target=target, args=args, daemon=True)

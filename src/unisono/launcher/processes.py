@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import importlib.machinery
 import io
 import multiprocessing
@@ -192,10 +193,12 @@ def _outputs() -> tuple[Connection | None, ...] | None:
 
 
 def _passable(number: int) -> Connection | None:
-    """Return a copy of a descriptor in the only form that multiprocessing passes to a child; None if it is closed."""
+    """Return a copy of a descriptor as a `Connection`, which multiprocessing can pass to a child; None if closed."""
     try:
         return Connection(os.dup(number))
-    except OSError:
+    except OSError as error:
+        if error.errno != errno.EBADF:
+            raise
         return None
 
 

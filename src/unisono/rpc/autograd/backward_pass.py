@@ -138,6 +138,9 @@ class DistributedPass:
             complete = []
             for record in output.received:
                 key = record.peer, record.message
+                # The record outlives the pass. It must neither keep the gradients alive, nor add to them the gradients
+                # of a plain backward() of torch.
+                record.found = {}
                 self._awaited[key] -= 1
                 if not self._awaited[key]:
                     found = self._gathered.pop(key)

@@ -29,7 +29,8 @@ class RecvRecord:
     Attributes:
         peer, message: The sender, and the message's number on that rank.
         triggers: For each tensor, an artificial leaf from which the tensor's history begins.
-        found: Where the current backward pass sums the tensors' gradients, by the tensor's index in the message.
+        found: Where the current backward pass sums the tensors' gradients, by the tensor's index in the message; sums
+            of a plain `backward()`, which belongs to no distributed pass, are discarded.
     """
 
     def __init__(self, peer: int, message: int) -> None:

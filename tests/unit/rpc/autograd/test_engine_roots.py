@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from rpc_functions import echo
 from rpc_graphs import N, begin, gradients, times
 
 import unisono as un
@@ -38,6 +39,27 @@ def test_root_from_another_context() -> None:
         rpc.shutdown(timeout=20.0)
 
     run_ranks(program, 2)
+
+
+def test_gradients_of_received_tensors_belong_to_one_pass() -> None:
+    """A pass keeps none for later, and takes none from a plain backward() of torch."""
+
+    def program(comm: un.Communicator) -> Any:
+        rpc.init(comm, timeout=20.0)
+        comm.barrier()
+        result = None
+        if comm.rank == 0:
+            x = torch.ones(N, dtype=torch.float64, requires_grad=True)
+            with autograd.context() as context:
+                received = rpc.rpc_sync(1, echo, (x,))
+                received.sum().backward(retain_graph=True)
+                autograd.backward(context, [received.sum()])
+                (record,) = autograd.engine.find(context).received.values()
+                result = autograd.get_gradients(context)[x].tolist(), record.found, x.grad
+        rpc.shutdown(timeout=20.0)
+        return result
+
+    assert run_ranks(program, 2)[0] == ([1.0] * N, {}, None)
 
 
 def test_reference_to_a_non_scalar_is_no_root() -> None:

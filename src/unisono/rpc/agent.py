@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
@@ -516,9 +516,13 @@ class TerminationDetector:
         self._send(peers, kind, wave)
 
     def _judged(self, peer: int, wave: int, report: _Report, alive: list[int]) -> tuple[list[int], int, int]:
-        """Return which ranks get a message, whether it is CONFIRM or CLOSE, and its wave (round of reports)."""
+        """Return which ranks get a message, whether it is CONFIRM or CLOSE, and its wave (round of reports).
+
+        No rank gets a message while reports of this wave are missing, or while calls are in flight.
+        """
         if wave < self._wave:
-            return [peer], CONFIRM, self._wave
+            # The report is stale. Query its sender again, and let this rank look again at its own state, too.
+            return [peer, self._rank], CONFIRM, self._wave
         self._wave = wave
         self._reports.setdefault(wave, {})[peer] = report
         now = self._reports[wave]
@@ -531,16 +535,16 @@ class TerminationDetector:
         self._reports = {wave: now}
         return alive, CONFIRM, self._wave
 
-    def _send(self, peers: Iterable[int], kind: int, *words: Any) -> None:
+    def _send(self, peers: Sequence[int], kind: int, *words: Any) -> None:
         """Send a message to some ranks. This rank handles its own message last, because CLOSE lets the agent close."""
-        for peer in sorted(peers, key=lambda peer: peer == self._rank):
-            if peer == self._rank:
-                self.arrived(peer, kind, words)
-                continue
-            # Ignore errors: the peer is gone, or is about to be declared lost. The peer's answer is not needed, and if
-            # the peer was the coordinator, another rank takes over.
-            with suppress(CommError):
-                self._box.send(peer, control_message(kind, words), (), _SEND_S)
+        for peer in peers:
+            if peer != self._rank:
+                # Ignore errors: the peer is gone, or is about to be declared lost. The peer's answer is not needed, and
+                # if the peer was the coordinator, another rank takes over.
+                with suppress(CommError):
+                    self._box.send(peer, control_message(kind, words), (), _SEND_S)
+        if self._rank in peers:
+            self.arrived(self._rank, kind, words)
 
 
 def _even(reports: dict[int, _Report], alive: list[int]) -> bool:

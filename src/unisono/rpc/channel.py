@@ -75,6 +75,7 @@ class MessageChannel:
         workers: Threads that run the tasks for messages that this rank sends to itself.
 
     Attributes:
+        agent: The agent that uses this channel.
         references: References of this rank, set when they exist: they send messages on this channel.
     """
 
@@ -84,7 +85,7 @@ class MessageChannel:
         self, agent: Peers, box: Mailbox, exposed: ExportTable, dispatcher: Dispatcher, workers: Workers
     ) -> None:
         _install()
-        self._agent = agent
+        self.agent = agent
         self.box = box
         self.rank: int = box.group.rank
         self.exposed = exposed
@@ -124,7 +125,7 @@ class MessageChannel:
                 put = _put if self.exposed.trusted else encoders.get(type(value)) or write
                 put(parts, value, MAX_DEPTH)
             if context != NO_CONTEXT:
-                message = self._agent.contexts.send(context, peer, parts.recorded)
+                message = self.agent.contexts.send(context, peer, parts.recorded)
         except BaseException as error:
             rollback(parts.undo)
             if isinstance(error, UnsendableError):
@@ -364,8 +365,8 @@ def _take_ordered(view: View, at: int, depth: int) -> tuple[torch.Tensor, int]:
 
 def _take_sparse(view: View, at: int, depth: int) -> tuple[torch.Tensor, int]:
     (coalesced, shape, indices, values), at = take_items(view, at, depth)
-    coalesced = bool(coalesced)
-    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=True, is_coalesced=coalesced), at
+    known = True if coalesced else None
+    return torch.sparse_coo_tensor(indices, values, shape, check_invariants=True, is_coalesced=known), at
 
 
 def _take_aside(view: View, at: int, _depth: int) -> tuple[torch.Tensor, int]:
@@ -384,7 +385,7 @@ def _take_recorded(view: View, at: int, depth: int) -> tuple[torch.Tensor, int]:
     tensor, at = read(view, at, depth)
     if not isinstance(view, MessageReader) or not isinstance(tensor, torch.Tensor):
         raise ValueError("a recorded value is not a tensor")
-    return view.channel._agent.contexts.receive(view.context, view.envelope.peer, view.message, tensor), at
+    return view.channel.agent.contexts.receive(view.context, view.envelope.peer, view.message, tensor), at
 
 
 # -- functions and classes -------------------------------------------------------------------------

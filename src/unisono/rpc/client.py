@@ -258,12 +258,13 @@ class Client:
         try:
             channel.post(peer, content, bodies, min(call.timeout, SEND_S), undo)
         except BaseException as error:
+            # Even on an interrupt, a call that no peer will answer must not remain pending.
             if channel.may_arrive(peer, error):
                 # The peer may still receive the request. It then serves the request, or finds that it was cancelled.
                 calls.abandon(call)
                 self.replies.cancel(call)
             else:
-                # Even on an interrupt, a call that no peer will answer must not remain pending.
+                # `post` has already run the actions in `undo`.
                 calls.retract(call)
             raise
         if self._agent.closed or peer in self._dispatcher.ended:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from unisono.core.types import Timeout
 from unisono.errors import CommError
 from unisono.rpc.protocol import WorkerInfo
+
+if TYPE_CHECKING:
+    from unisono.rpc.rref import RRefContext
 
 __all__ = [
     "Calls",
@@ -79,7 +82,7 @@ class Peers(Protocol):
     @property
     def client(self) -> Calls: ...
     @property
-    def references(self) -> object: ...
+    def references(self) -> RRefContext: ...
     @property
     def contexts(self) -> GraphRecorder: ...
     def shutdown(self, graceful: bool = True, timeout: Timeout | None = None) -> None: ...

@@ -169,7 +169,8 @@ class References:
         blank: As in `RefCounts`.
 
     Attributes:
-        ledger: Objects that this rank owns. Guarded by `lock`, as are the other tables.
+        ledger: Objects that this rank owns.
+        lock: Lock that guards `ledger`, `pins`, and the tables of keys and of references being added.
         pins: Pinned references, which were passed to another rank and not yet released: that rank and the reference, by
             token.
         freed: Unreferenced values, to be released when their finalizers can run safely.

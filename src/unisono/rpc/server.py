@@ -31,7 +31,8 @@ _log = logging.getLogger(__name__)
 _SLOW_S = 200e-6
 """A function that took longer than this time runs in a worker thread next time."""
 _LONG_BYTES = 64 << 10
-_MOST_TIMED = 1000
+_MAX_REMEMBERED = 1000
+"""Maximum number of functions of which a rank remembers whether they are quick or slow."""
 
 
 class _ServedCall:
@@ -157,8 +158,10 @@ class CallServer:
         self._remember(call.target, time.perf_counter() - started)
 
     def _remember(self, target: bytes, took: float) -> None:
-        # A function whose time is between the two limits stays what it was.
-        if not _SLOW_S / 2 <= took <= _SLOW_S and (target in self._quick or len(self._quick) < _MOST_TIMED):
+        if _SLOW_S / 2 <= took <= _SLOW_S:
+            # A function whose time is between the two limits stays what it was.
+            return
+        if target in self._quick or len(self._quick) < _MAX_REMEMBERED:
             self._quick[target] = took < _SLOW_S
 
     def _run(self, call: _ServedCall, message: Envelope) -> None:

@@ -174,14 +174,15 @@ class CallScheduler:
     def _send(self, worker: int, batch: TaskBatch, chunk: Range) -> None:
         try:
             future = self._agent.rpc_async(worker, self._rank.run, (batch.pack(*chunk),), timeout=_NO_LIMIT_S)
+        except CommError as lost:
+            # The chunk was not sent, so no call in it has begun.
+            self._took(worker, batch, chunk)
+            self._lose(worker, lost)
+            self._put_back(batch, chunk)
+            self._end_one()
         except Exception as error:
             self._took(worker, batch, chunk)
-            if isinstance(error, CommError):
-                # The chunk was not sent, so no call in it has begun.
-                self._lose(worker, error)
-                self._put_back(batch, chunk)
-            else:
-                batch.deliver(chunk[0], (), error)
+            batch.deliver(chunk[0], (), error)
             self._end_one()
         else:
             future.add_done_callback(partial(self._ended, worker, batch, chunk))

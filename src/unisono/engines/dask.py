@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Set
 from concurrent.futures import Executor, Future
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -103,19 +103,29 @@ class Dask(Engine):
 
 @contextmanager
 def _connected(distributed: Any, client: Any, size: int) -> Iterator[Any]:
-    """Provide the client that an engine was given, or the first that is available; see `Dask`."""
-    if client is None:
+    """Provide the client that an engine was given, or the first that is available; see `Dask`.
+
+    The context closes the client if it made it, and a new cluster on this host.
+    """
+    if isinstance(client, str):
+        with distributed.Client(client, set_as_default=False) as connected:
+            yield connected
+        return
+    existing = client
+    if existing is None:
         with suppress(ValueError):
-            client = distributed.get_client()
-    target = client if isinstance(client, str) else None
-    with ExitStack() as opened:
-        if client is None:
-            options = {"n_workers": size, "threads_per_worker": 1, "processes": True, "dashboard_address": None}
-            configured = required("dask.config", "dask").get("scheduler-address", None)
-            target = configured or opened.enter_context(distributed.LocalCluster(**options))
-        if target is not None:
-            client = opened.enter_context(distributed.Client(target, set_as_default=False))
-        yield client
+            existing = distributed.get_client()
+    if existing is not None:
+        yield existing
+        return
+    configured = required("dask.config", "dask").get("scheduler-address", None)
+    if configured:
+        with distributed.Client(configured, set_as_default=False) as connected:
+            yield connected
+        return
+    options = {"n_workers": size, "threads_per_worker": 1, "processes": True, "dashboard_address": None}
+    with distributed.LocalCluster(**options) as cluster, distributed.Client(cluster, set_as_default=False) as connected:
+        yield connected
 
 
 @contextmanager

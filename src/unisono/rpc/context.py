@@ -5,16 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from unisono.core.types import Timeout
 from unisono.errors import CommError
 from unisono.rpc.protocol import WorkerInfo
-
-if TYPE_CHECKING:
-    from unisono.rpc.rref import RRefContext
+from unisono.rpc.refcount import References
 
 __all__ = [
     "Calls",
@@ -82,7 +80,7 @@ class Peers(Protocol):
     @property
     def client(self) -> Calls: ...
     @property
-    def references(self) -> RRefContext: ...
+    def references(self) -> References: ...
     @property
     def contexts(self) -> GraphRecorder: ...
     def shutdown(self, graceful: bool = True, timeout: Timeout | None = None) -> None: ...

@@ -203,6 +203,7 @@ class RRef(Generic[T]):
 
     def __init__(self, value: T) -> None:
         references = current_agent().references
+        assert isinstance(references, RRefContext)
         self._bind(references, references.rank, references.own(value))
 
     def _bind(self, references: RRefContext, owner: int, key: Key, confirmation: CallFuture | None = None) -> None:

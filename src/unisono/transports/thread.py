@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -109,6 +109,7 @@ class InFlightMessage:
         source, target: The ranks.
         sent, expected: The matched send and receive.
         send, recv: `CountdownWork`s to which the send and the receive belong.
+        given, taken: Tensor to copy from, and tensor to copy to.
     """
 
     source: int
@@ -117,11 +118,17 @@ class InFlightMessage:
     target: int
     expected: Message
     recv: CountdownWork
+    given: torch.Tensor = field(init=False)
+    taken: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.given = self.sent.tensor
+        self.taken = self.expected.tensor
 
     def deliver(self) -> None:
         """Copy the content, and complete the send and the receive; both fail if the copy fails."""
-        given = self.sent.tensor
-        taken = self.expected.tensor
+        given = self.given
+        taken = self.taken
         if given.dtype != taken.dtype or given.numel() != taken.numel():
             sent, expected = (elements(t.numel(), str(t.dtype)) for t in (given, taken))
             for work, peer in ((self.send, self.target), (self.recv, self.source)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from threading import Event
 from typing import NoReturn
 
@@ -142,10 +142,10 @@ class SimTransport(ThreadTransport):
         for message in list(self._queue.in_flight.get((self.group.name, self.rank), ())):
             if message.source == self.rank:
                 # After an abort, the caller may reuse its tensor, so let the message continue with a copy.
-                message.sent = replace(message.sent, tensor=message.sent.tensor.clone())
+                message.given = message.given.clone()
                 message.send.complete(cause)
             else:
-                message.expected = replace(message.expected, tensor=message.expected.tensor.clone())
+                message.taken = message.taken.clone()
                 message.recv.complete(cause)
 
     def simulate_freeze(self, thawed: Event, freeze_s: float | None) -> None:

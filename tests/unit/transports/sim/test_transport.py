@@ -12,7 +12,7 @@ from simulated_programs import all_reduce
 
 import unisono as un
 from unisono.core.types import Recv, Send
-from unisono.errors import PeerLostError
+from unisono.errors import AbortedError, PeerLostError
 from unisono.transports.sim import Link, SimNetwork
 
 
@@ -48,6 +48,21 @@ def test_abort_with_a_message_in_flight() -> None:
 
     network = SimNetwork(links={(0, 1): Link(1.0, 0.0)})
     assert un.simulate(program, 2, network=network).results == [(True, 7.0)] * 2
+
+
+def test_abort_while_a_message_arrives() -> None:
+    def program(comm: un.Communicator) -> None:
+        tensor = torch.zeros(200_000)
+        work = comm.isend(tensor, 1) if comm.rank == 0 else comm.irecv(tensor, 0)
+        if comm.rank == 0:
+            time.sleep(1e-5)
+            comm.abort("enough")
+        work.wait()
+
+    # With these seeds, the abort interrupts the delivery of the message.
+    for seed in (55, 182, 294, 309, 317, 387, 538, 588):
+        results = un.simulate(program, 2, seed=seed, preempt=0.7, on_failure="continue").results
+        assert all(result is None or isinstance(result, AbortedError) for result in results), (seed, results)
 
 
 def test_results_equal_threads_bitwise() -> None:

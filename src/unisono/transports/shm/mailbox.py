@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -34,27 +34,40 @@ _YIELDS = 200
 _SLEEP_S = 0.0002
 
 
+class _RingReader(NamedTuple):
+    """The ring from a peer, and a generator that reads the ring whenever a poll resumes it."""
+
+    peer: int
+    ring: Ring
+    reader: Iterator[None]
+
+
 def _read(peer: int, ring: Ring, arrived: list[Envelope]) -> Iterator[None]:
     """Append a peer's messages as they arrive; yield while there is nothing to read."""
     while True:
-        while not (available := ring.peek()):
-            yield None
-        # Usually, the whole message is in the ring and contiguous, and can be parsed there.
-        message, end = parse(peer, available)
-        if message is None:
-            # Read an incomplete or non-contiguous message into new memory as it arrives. A bytearray would zero this
-            # memory, which makes the system allocate all of it, even if most of the message never arrives.
-            memory = torch.empty(end, dtype=torch.uint8, device="cpu")
-            frame = view_of(memory)
-            yield from _rest(frame, ring)
-            message, end = parse(peer, frame)
-            if message is None or end != len(frame):
-                raise ValueError("the sender changes what it has sent")
-        else:
-            ring.skip(end)
-        for body in message.bodies:
-            yield from _rest(view_of(body), ring)
-        arrived.append(message)
+        # Read each message in a generator of its own, so that this one keeps no message alive until the next arrives.
+        yield from _read_message(peer, ring, arrived)
+
+
+def _read_message(peer: int, ring: Ring, arrived: list[Envelope]) -> Iterator[None]:
+    while not (available := ring.peek()):
+        yield None
+    # Usually, the whole message is in the ring and contiguous, and can be parsed there.
+    message, end = parse(peer, available)
+    if message is None:
+        # Read an incomplete or non-contiguous message into new memory as it arrives. A bytearray would zero this
+        # memory, which makes the system allocate all of it, even if most of the message never arrives.
+        memory = torch.empty(end, dtype=torch.uint8, device="cpu")
+        frame = view_of(memory)
+        yield from _rest(frame, ring)
+        message, end = parse(peer, frame)
+        if message is None or end != len(frame):
+            raise ValueError("the sender changes what it has sent")
+    else:
+        ring.skip(end)
+    for body in message.bodies:
+        yield from _rest(view_of(body), ring)
+    arrived.append(message)
 
 
 def _rest(part: memoryview, ring: Ring) -> Iterator[None]:
@@ -92,9 +105,10 @@ class ShmMailbox(Mailbox):
         self._own = rank * _LINE
         self._out, incoming = module.rings(content[rings:], rank, size, _RING_BYTES)
         self._arrived: list[Envelope] = []
-        # For each other rank, its ring, and a generator that reads the ring whenever a poll resumes it.
         self._in = [
-            (peer, ring, _read(peer, ring, self._arrived)) for peer, ring in enumerate(incoming) if peer != rank
+            _RingReader(peer, ring, _read(peer, ring, self._arrived))
+            for peer, ring in enumerate(incoming)
+            if peer != rank
         ]
         self._locks = [threading.Lock() for _ in range(size)]
         self._fence = threading.Lock()
@@ -147,22 +161,22 @@ class ShmMailbox(Mailbox):
 
     # -- receiving -----------------------------------------------------------------------------
     def poll(self) -> list[Envelope]:
-        for peer, ring, reader in self._in:
+        for incoming in self._in:
             try:
-                if ring.available:
-                    next(reader)
+                if incoming.ring.available:
+                    next(incoming.reader)
             except (ValueError, RuntimeError, MemoryError) as error:
-                self._mark_invalid(peer, error)
+                self._mark_invalid(incoming, error)
         if not self._arrived:
             return []
         envelopes = self._arrived.copy()
         self._arrived.clear()
         return envelopes
 
-    def _mark_invalid(self, peer: int, error: Exception) -> None:
+    def _mark_invalid(self, incoming: _RingReader, error: Exception) -> None:
         """Mark the sender of an invalid message as lost, and stop reading its ring."""
-        self._in = [other for other in self._in if other[0] != peer]
-        self.mark_lost(peer, PeerLostError(f"rank {peer} wrote an invalid message: {error}"))
+        self._in = [other for other in self._in if other is not incoming]
+        self.mark_lost(incoming.peer, PeerLostError(f"rank {incoming.peer} wrote an invalid message: {error}"))
 
     def wait(self, timeout: float) -> None:
         words = self._words
@@ -184,8 +198,8 @@ class ShmMailbox(Mailbox):
         words[own + _SLEEPING] = 0
 
     def _waiting(self) -> bool:
-        for _, ring, _ in self._in:  # noqa: SIM110  # a generator would cost more than the check
-            if ring.available:
+        for incoming in self._in:  # noqa: SIM110  # a generator would cost more than the check
+            if incoming.ring.available:
                 return True
         return False
 

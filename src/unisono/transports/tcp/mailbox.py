@@ -32,43 +32,55 @@ _MOST_VECTORS = 64
 
 
 def _read(peer: int, connection: socket.socket, channel: FrameChannel, arrived: list[Envelope]) -> Iterator[None]:
-    """Append a peer's messages as they arrive; yield while there is nothing to read. Ends with the connection.
+    """Append a peer's messages as they arrive; yield while there is nothing to read.
 
-    Each message is a frame, after which its bodies are read into new memory. Raises ValueError for invalid data.
+    Raises EOFError at the end of the connection, and ValueError for invalid data.
     """
     drained = False
     while True:
-        while (frame := channel.next(Kind.MAIL)) is None:
-            if drained:
-                yield None
-            data = yield from _arriving(lambda: connection.recv(READ_BYTES))
-            if not data:
-                return
-            # After a short read, nothing is left to read, so don't spend another system call on it.
-            drained = len(data) < READ_BYTES
-            channel.feed(data)
-        message, end = parse(peer, frame.content)
-        if message is None or end != len(frame.content):
-            raise ValueError("a message is not as long as its header says")
-        for body in message.bodies:
-            rest = view_of(body)
-            rest = rest[channel.take(rest) :]
-            while rest:
-                step = yield from _arriving(partial(connection.recv_into, rest))
-                if not step:
-                    return
-                drained = step < READ_BYTES
-                rest = rest[step:]
-        arrived.append(message)
+        # Read each message in a generator of its own, so that this one keeps no message alive until the next arrives.
+        drained = yield from _read_message(peer, connection, channel, arrived, drained)
+
+
+def _read_message(
+    peer: int, connection: socket.socket, channel: FrameChannel, arrived: list[Envelope], drained: bool
+) -> Generator[None, None, bool]:
+    """Append the next message: a frame, after which its bodies are read into new memory.
+
+    After a short read, nothing is left to read, so don't spend another system call on it: `drained`, and the result,
+    tell whether the latest read was short.
+    """
+    while (frame := channel.next(Kind.MAIL)) is None:
+        if drained:
+            yield None
+        data = yield from _arriving(lambda: connection.recv(READ_BYTES))
+        drained = len(data) < READ_BYTES
+        channel.feed(data)
+    message, end = parse(peer, frame.content)
+    if message is None or end != len(frame.content):
+        raise ValueError("a message is not as long as its header says")
+    for body in message.bodies:
+        rest = view_of(body)
+        rest = rest[channel.take(rest) :]
+        while rest:
+            step = yield from _arriving(partial(connection.recv_into, rest))
+            drained = step < READ_BYTES
+            rest = rest[step:]
+    arrived.append(message)
+    return drained
 
 
 def _arriving(receive: Callable[[], T]) -> Generator[None, None, T]:
-    """Return what `receive` returns; yield while nothing has arrived."""
+    """Return what `receive` returns; yield while nothing has arrived. Raises EOFError if nothing more will arrive."""
     while True:
         try:
-            return receive()
+            received = receive()
         except BlockingIOError:
             yield None
+        else:
+            if not received:
+                raise EOFError
+            return received
 
 
 class TcpMailbox(Mailbox):
@@ -164,11 +176,13 @@ class TcpMailbox(Mailbox):
     def _read(self, number: int) -> None:
         peer, reader = self._streams[number]
         try:
-            if not next(reader, True):
-                return
+            next(reader)
+        except EOFError:
             error = PeerLostError(f"rank {peer} has closed its connection: it died, or shut down", peer=peer)
         except (OSError, ValueError, MemoryError) as failure:
             error = PeerLostError(f"the connection to rank {peer} has failed: {failure}", peer=peer)
+        else:
+            return
         self._watch.unregister(number)
         del self._streams[number]
         self.mark_lost(peer, error)

@@ -1,9 +1,10 @@
-"""Messages that wait for room: broken off half way, and on lines with high numbers."""
+"""Messages that wait for room: broken off half way, and on lines with high numbers; what a mailbox keeps of them."""
 
 from __future__ import annotations
 
 import os
 import resource
+import weakref
 
 import pytest
 import torch
@@ -74,6 +75,31 @@ def test_more_descriptors_than_fd_setsize() -> None:
     (stalls, _), (_, arrived) = pool("gloo", 2).run(with_many_files)
     assert stalls
     assert arrived == LONG
+
+
+def kept(comm: un.Communicator) -> bool:
+    """Return whether the mailbox still holds the last message after delivery."""
+    box, _ = comm.mailbox(None)
+    if comm.rank == 0:
+        box.send(1, b"", [torch.ones(LONG, dtype=torch.uint8)], LIMIT_S)
+        found = False
+    else:
+        mails = []
+        while not mails:
+            box.wait(LIMIT_S)
+            mails = box.poll()
+        body = weakref.ref(mails[0].bodies[0])
+        assert body() is not None
+        del mails
+        found = body() is not None
+    comm.barrier()
+    box.close()
+    return found
+
+
+@pytest.mark.parametrize("backend", ["shm", "tcp"])
+def test_delivered_message_is_not_kept(backend: str) -> None:
+    assert pool(backend, 2).run(kept) == [False, False]
 
 
 def emptied(comm: un.Communicator) -> bool:

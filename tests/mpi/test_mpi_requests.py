@@ -9,14 +9,15 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from unisono.core.call import hash_of
 from unisono.core.clock import poll_until
-from unisono.core.types import ReduceOp
-from unisono.errors import PeerLostError, UnavailableError
+from unisono.core.types import Recv, ReduceOp, Send
+from unisono.errors import MismatchError, PeerLostError, UnavailableError
 from unisono.host import mpi_library
 from unisono.host.launched import Launched
 from unisono.host.mpi_library import check_world, env_without_launcher, launched, name_of
@@ -24,6 +25,7 @@ from unisono.testing.reference import reduced
 from unisono.transports.mpi import point_to_point
 from unisono.transports.mpi.consistency import MpiAgreement
 from unisono.transports.mpi.reduce_op import finish, prepare, reducible
+from unisono.transports.mpi.requests import envelope_of
 
 
 class Request:
@@ -62,6 +64,34 @@ def test_abandoned_request_keeps_its_memory() -> None:
     point_to_point.keep([], nullcontext())
     gc.collect()
     assert forsaken() is None
+
+
+def test_mismatch_does_not_keep_later_messages_from_being_posted() -> None:
+    posted = []
+
+    def start(buffer: list[bytearray], peer: int, tag: int) -> Request:
+        posted.append(peer)
+        request = Request()
+        request.done = True
+        return request
+
+    def receive(buffer: list[bytearray], peer: int, tag: int) -> Request:
+        envelope = envelope_of(Send(torch.ones(3), 0), 0)
+        buffer[0][: len(envelope)] = envelope
+        return start(buffer, peer, tag)
+
+    comms: Any = SimpleNamespace(
+        mpi=SimpleNamespace(BYTE=None, Exception=OSError),
+        users=SimpleNamespace(Isend=start, Irecv=receive),
+        own=SimpleNamespace(Get_rank=lambda: 0),
+        turn=nullcontext(),
+        largest_tag=100,
+    )
+    messages = point_to_point.MpiMessages(comms, 1.0, lambda peers: None, 1)
+    work = messages.post([Recv(torch.zeros(2), 1), Send(torch.ones(2), 2)])
+    with pytest.raises(MismatchError, match="rank 1 sent 3 elements"):
+        work.wait()
+    assert posted == [1, 2]
 
 
 NAMES = "INT8_T INT16_T INT32_T INT64_T UINT8_T UINT16_T UINT32_T UINT64_T FLOAT DOUBLE SUM PROD MIN MAX BAND BOR BXOR"

@@ -84,7 +84,6 @@ class MpiMessages:
     def post(self, batch: Sequence[Message]) -> Posted:
         """Start all messages of a batch."""
         work = Posted(self, [self._part(message) for message in batch], batch)
-        # The first `move` posts the messages' first requests.
         if not work.move():
             # MPI may access a tensor after the caller has dropped it, so keep the work while it is in flight.
             self._open.add(work)
@@ -96,13 +95,13 @@ class MpiMessages:
     def _part(self, message: Message) -> MessageRequest:
         comms = self.comms
         if message.tag == COLLECTIVE_TAG:
-            return MessageRequest(message, b"", partial(post_direct, comms, message))
+            return MessageRequest(message, message.tensor, partial(post_direct, comms, message))
         if isinstance(message, Recv):
-            space = bytearray(ENVELOPE_BYTES)
-            return MessageRequest(message, space, partial(post_recv, comms, message, space))
+            arriving = bytearray(ENVELOPE_BYTES)
+            return MessageRequest(message, (message.tensor, arriving), partial(post_recv, comms, message, arriving))
         number = next(self.numbers) % comms.largest_tag
         envelope = envelope_of(message, number)
-        return MessageRequest(message, envelope, partial(post_send, comms, message, envelope, number))
+        return MessageRequest(message, (message.tensor, envelope), partial(post_send, comms, message, envelope, number))
 
     def iprobe(self, peer: int, tag: int) -> bool:
         """Return whether the envelope of a user's message with this tag has arrived, but no receive waits for it."""
@@ -142,6 +141,10 @@ class Posted(CountdownWork):
         self._all = messages
         self._moving = threading.Lock()
         self._parts = parts
+        # Post all messages before polling any: a message that does not fit must not keep the others from being posted.
+        with self._failing(), messages.comms.turn:
+            for part in parts:
+                part.start()
 
     def move(self) -> bool:
         """Make progress. Return whether all messages are done."""

@@ -49,7 +49,7 @@ class MessageRequest:
 
     Args:
         message: The posted message.
-        envelope: The envelope of a user's message.
+        held: Memory that must not be freed before the requests complete.
         steps: Function that takes `requests`, and returns an iterator. Each step of the iterator appends requests, and
             the next step follows once they are done.
 
@@ -59,16 +59,18 @@ class MessageRequest:
         held: Memory that must not be freed before the requests complete.
     """
 
-    def __init__(
-        self, message: Message, envelope: bytes | bytearray, steps: Callable[[list[Any]], Iterator[None]]
-    ) -> None:
+    def __init__(self, message: Message, held: object, steps: Callable[[list[Any]], Iterator[None]]) -> None:
         self.message = message
-        self.held: object = (message.tensor, envelope)
+        self.held = held
         self.requests: list[Any] = []
         self._steps = steps(self.requests)
 
+    def start(self) -> None:
+        """Post the first requests."""
+        next(self._steps)
+
     def move(self) -> bool:
-        """Post the first requests, or make progress. Return whether the message is done.
+        """Make progress. Return whether the message is done.
 
         Raises MismatchError if the message does not fit its receive.
         """
@@ -77,7 +79,9 @@ class MessageRequest:
                 if not self.requests[0].Test():
                     return False
                 del self.requests[0]
-            if next(self._steps, True):
+            try:
+                next(self._steps)
+            except StopIteration:
                 return True
 
 

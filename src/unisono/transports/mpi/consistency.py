@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import xxhash
 
@@ -54,8 +55,6 @@ class MpiAgreement:
         self._arguments = (mpi.IN_PLACE, [self._words, 3, mpi.UINT64_T], mpi.SUM)
         self._test: Callable[[], bool] = _yes
         self._others = [rank for rank in range(self._size) if rank != self._rank]
-        self._given = [_factor(self._rank, other) for other in range(self._size)]
-        self._taken = [_factor(other, self._rank) for other in range(self._size)]
         self.number: int = 0
         self.counted: int = 0
 
@@ -108,6 +107,14 @@ class MpiAgreement:
         if not over:
             waited = clock.now() - began
             raise CommTimeoutError(f"waited {waited:.1f} s for the other ranks", waited_s=waited)
+
+    @cached_property
+    def _given(self) -> list[int]:
+        return [_factor(self._rank, other) for other in range(self._size)]
+
+    @cached_property
+    def _taken(self) -> list[int]:
+        return [_factor(other, self._rank) for other in range(self._size)]
 
     def rows_of(self, sends: Sequence[int], receives: Sequence[int]) -> int:
         """Return the checksum of this rank's counts to and from each other rank."""

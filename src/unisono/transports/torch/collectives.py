@@ -47,11 +47,12 @@ ON_CPU = {**ON_GPU, **_named(_INTEGERS, _BITWISE)}
 
 
 def _options(kind: type[Any], call: Call) -> Any:
-    """Return torch's options for a call, with its operation and root, if any."""
+    """Return torch's options for a call, with its operation, if any, and its root, if options of this kind have one."""
     options = kind()
     if call.op is not None:
         options.reduceOp = ON_CPU[call.inputs[0].dtype, call.op]
-    if call.root is not None:
+    if hasattr(options, "rootRank"):
+        # If the call had no root, torch would raise a TypeError here; the default would be rank 0.
         options.rootRank = call.root
     return options
 

@@ -7,10 +7,8 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 
 from unisono.control.process_exit import CLOSE_HANDLES, when_process_ends
-from unisono.core import clock
 from unisono.core.threads import DaemonThreadPool, SerialWorker
 from unisono.core.types import Timeout, Work
 from unisono.core.work import Completion, raised_by
@@ -158,24 +156,37 @@ _GRACE_S = 0.005
 class Progress:
     """Completes messages in the background: torch users rely on this, but not every transport provides it.
 
-    The background thread first gives waiting threads up to 5 ms to complete a message. It then requests the future of
-    a message that is still incomplete, because requesting it starts a thread that completes the message.
+    The background thread first gives waiting threads up to 5 ms to complete messages. It then requests the future of
+    each message that is still incomplete, because requesting it starts a thread that completes the message.
     """
 
     def __init__(self, name: str) -> None:
         self._worker = SerialWorker(name)
+        self._posted: deque[Work] = deque()
+        # Whether the worker has yet to take the posted messages.
+        self._is_due = False
         self._over = threading.Event()
 
     def watch(self, work: Work) -> None:
         """Ensure that an operation completes even if nobody waits for it."""
-        if not work.is_completed():
-            self._worker.run(partial(self._look_after, work, clock.real() + _GRACE_S))
+        if work.is_completed():
+            return
+        self._posted.append(work)
+        if not self._is_due:
+            self._is_due = True
+            self._worker.run(self._look_after)
 
     def close(self) -> None:
         """Stop the background thread; after that, messages progress only while a thread waits for them."""
         self._over.set()
         self._worker.end()
 
-    def _look_after(self, work: Work, due: float) -> None:
-        if not self._over.wait(max(0.0, due - clock.real())) and not work.is_completed():
-            work.get_future()
+    def _look_after(self) -> None:
+        if self._over.wait(_GRACE_S):
+            return
+        # Reset this first: a message that is posted from now on needs another task, unless the loop still finds it.
+        self._is_due = False
+        while self._posted:
+            work = self._posted.popleft()
+            if not work.is_completed():
+                work.get_future()

@@ -80,7 +80,8 @@ class _WatchedGroup(Activity):
     Attributes:
         index: Number by which reports refer to the group.
         text: Name of the group in error messages.
-        reported: Number of collectives reported to the monitor, or about to run.
+        reported: Number of collectives reported to the monitor, or about to run. A call that waits is counted here as
+            it begins, but in the inherited `calls`, which hang reports show, only once it has returned.
         limited: Whether the current call has its own timeout, after which the program can continue.
         callers: Threads that have made calls.
     """
@@ -169,13 +170,16 @@ class Watch:
         self._close()
 
     def invalidate_after_fork(self) -> None:
-        """Stop watching, also in a forked child, because the connection belongs to the parent."""
+        """Stop watching in a forked child, because the connection belongs to the parent."""
+        self._forget()
+
+    def _forget(self) -> None:
         global _watch  # noqa: PLW0603
         if _watch is self:
             _watch = None
 
     def _close(self) -> None:
-        self.invalidate_after_fork()
+        self._forget()
         self._raised = True
         with contextlib.suppress(CommError):
             self._control.leave(self._group)

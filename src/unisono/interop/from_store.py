@@ -81,6 +81,7 @@ def meet(store: dist.Store, rank: int, size: int, timeout_s: float, group_option
         )
         undo.callback(control.close)
         joined = _joined(control, transport, Group.world(rank, size, name), timeout_s, group_options)
+        # The group is joined: from now on, closing its communicator ends the connection, and then rank 0's lease.
         joined.comm.after_close(undo.pop_all().close)
     if rank == 0:
         # All ranks have read the address, so delete it: a later group with the same name must not read it.

@@ -103,16 +103,26 @@ class SerialWorker:
         self._name = name
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._ended = False
 
-    def run(self, task: Callable[[], None]) -> None:
-        """Queue a task after all earlier tasks; it must handle its own errors."""
+    def run(self, task: Callable[[], None]) -> bool:
+        """Queue a task after all earlier tasks; it must handle its own errors.
+
+        Returns False if `end` has been called; the task may then never run.
+        """
         if self._thread is None:
             self._thread = threading.Thread(target=_do, args=(self._tasks,), name=self._name, daemon=True)
             self._thread.start()
         self._tasks.put(task)
+        # Check this last, so that no call of `end` is missed that the thread may see before the task.
+        if self._ended:
+            # If this call has started the thread, `end` has not told it to exit.
+            self._tasks.put(None)
+        return not self._ended
 
     def end(self) -> None:
         """Make the thread exit after the last task. Takes no lock, so a finalizer may call it."""
+        self._ended = True
         if self._thread is not None:
             self._tasks.put(None)
 

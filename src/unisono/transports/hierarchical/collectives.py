@@ -19,6 +19,7 @@ from unisono.core.call import Call
 from unisono.core.threads import SerialWorker
 from unisono.core.transport import Transport
 from unisono.core.work import Completion, raised_by, seconds_left
+from unisono.errors import ClosedError
 from unisono.transports.hierarchical.routing import SubsetCollectives, SubsetTransport
 
 __all__ = ["HierarchicalCollectives"]
@@ -99,7 +100,9 @@ class HierarchicalCollectives:
             with torch.no_grad(), torch.inference_mode(inference):
                 exchanged.complete(raised_by(lambda: self._exchange(call, share, deadline)))
 
-        self.worker.run(exchange)
+        if not self.worker.run(exchange):
+            # Don't wait for an exchange that may never run.
+            raise ClosedError("the communicator is closed")
         return exchanged
 
     def _finish(self, tile: torch.Tensor, share: torch.Tensor, exchanged: Completion, deadline: float) -> None:

@@ -11,9 +11,10 @@ from insides import transport_of
 
 import unisono as un
 from unisono.core.types import Message, Send, Work
-from unisono.errors import UnavailableError
+from unisono.errors import ClosedError, UnavailableError
 from unisono.testing import run_ranks
 from unisono.transports.hierarchical import TransportPair, transport_named
+from unisono.transports.hierarchical.collectives import HierarchicalCollectives
 from unisono.transports.hierarchical.composed import Hierarchical
 from unisono.transports.thread import ThreadTransport
 
@@ -116,6 +117,25 @@ def test_data_crosses_between_hosts_once(monkeypatch: pytest.MonkeyPatch) -> Non
     three = ((0, 1), (2, 3), (4, 5))
     most = 4 / 3 * whole
     assert all(sent <= most * 1.01 for sent in crossing(monkeypatch, three, "all_reduce", whole))
+
+
+def test_call_ends_if_the_transport_closes_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    scattered = HierarchicalCollectives._scattered
+    tiles: Counter[int] = Counter()
+
+    def closing(self: HierarchicalCollectives, *args: Any) -> torch.Tensor:
+        rank = self._outer.rank
+        tiles[rank] += 1
+        if tiles[rank] == 2:
+            self.worker.end()
+        return scattered(self, *args)
+
+    def program(comm: un.Communicator) -> None:
+        with pytest.raises(ClosedError, match="the communicator is closed"):
+            comm.all_reduce(torch.ones(1 << 14))
+
+    monkeypatch.setattr(HierarchicalCollectives, "_scattered", closing)
+    run_ranks(program, 4, "thread+thread", hosts=[[0, 1], [2, 3]], chunk_bytes=4096, timeout=5)
 
 
 def test_pair_has_a_name() -> None:

@@ -57,10 +57,13 @@ class DaemonThreadPool:
 
     A `ThreadPoolExecutor` would not be suitable: it limits the number of threads, so queued waits could deadlock, and
     it joins its threads at interpreter exit, which an endless wait would block.
+
+    Attributes:
+        name: Name of the threads.
     """
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self.name: str = name
         self._tasks: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._free = 0
@@ -74,7 +77,7 @@ class DaemonThreadPool:
         if free:
             self._tasks.put(task)
         else:
-            threading.Thread(target=self._work, args=(task,), name=self._name, daemon=True).start()
+            threading.Thread(target=self._work, args=(task,), name=self.name, daemon=True).start()
 
     def _work(self, task: Callable[[], object]) -> None:
         while True:

@@ -22,6 +22,7 @@ import torch
 
 from unisono.core import clock
 from unisono.core.shared_context import Replacement, SharedContext, replaced
+from unisono.core.threads import DaemonThreadPool
 from unisono.simulation.scheduler import SimulatedTask, here, nanoseconds, unpatched
 
 __all__ = ["EPOCH_S", "VirtualLock", "interposed"]
@@ -33,7 +34,7 @@ EPOCH_S = 1_767_225_600
 @contextmanager
 def _interpose() -> Iterator[None]:
     with (
-        replaced([*_clocks(), *_locks(), *_threads(), *_futures(), *_loops()]),
+        replaced([*_clocks(), *_locks(), *_threads(), *_pools(), *_futures(), *_loops()]),
         clock.virtual(_reader(clock.real, 0)),
     ):
         yield
@@ -167,6 +168,19 @@ def _threads() -> list[Replacement]:
         (threading.Thread, "join", join),
         (threading.Thread, "is_alive", is_alive),
     ]
+
+
+def _pools() -> list[Replacement]:
+    real_run = DaemonThreadPool.run
+
+    def run(pool: DaemonThreadPool, task: Callable[[], object]) -> None:
+        if here() is None:
+            real_run(pool, task)
+        else:
+            # The pool's idle threads are not in this simulation, and wait for tasks in real time.
+            threading.Thread(target=task, name=pool.name, daemon=True).start()
+
+    return [(DaemonThreadPool, "run", run)]
 
 
 def _task_of(thread: threading.Thread) -> SimulatedTask | None:

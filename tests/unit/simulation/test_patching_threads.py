@@ -86,6 +86,18 @@ def test_thread_pools_and_futures_work() -> None:
     assert un.simulate(program, 2).results == [[0, 1, 2, 3, 7]] * 2
 
 
+def test_pools_of_the_library_keep_no_thread_between_programs() -> None:
+    def program(comm: un.Communicator) -> float:
+        tensor = torch.full((1,), float(comm.rank))
+        work = comm.isend(tensor, 1) if comm.rank == 0 else comm.irecv(tensor)
+        work.get_future().wait()
+        return tensor.item()
+
+    # The threads of the first program are idle for a while, and could take tasks of the others.
+    for backend in ("thread", "sim", "sim"):
+        assert un.launch(program, 2, backend) == [0.0, 0.0]
+
+
 def test_other_threads_are_not_patched() -> None:
     seen: list[Any] = []
     go, done = threading.Event(), threading.Event()

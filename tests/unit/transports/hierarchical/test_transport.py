@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from typing import Any
 
@@ -136,6 +138,32 @@ def test_call_ends_if_the_transport_closes_meanwhile(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(HierarchicalCollectives, "_scattered", closing)
     run_ranks(program, 4, "thread+thread", hosts=[[0, 1], [2, 3]], chunk_bytes=4096, timeout=5)
+
+
+SEVERAL_PROGRAMS = """
+import threading
+import torch, unisono as un
+
+def program(comm):
+    found = []
+    for _ in range(2):
+        comm.all_reduce(total := torch.ones(100_000))
+        found.append(total.unique().tolist())
+    return found
+
+for backend in ("thread+thread", "sim+sim", "sim+sim"):
+    assert un.launch(program, 4, backend, hosts=[[0, 1], [2, 3]], chunk_bytes=1 << 15) == [[[4.0], [4.0]]] * 4
+
+for thread in threading.enumerate():
+    if thread.name == "unisono between hosts":
+        thread.join(2.0)
+        assert not thread.is_alive()
+"""
+
+
+def test_simulated_hosts_use_no_thread_of_an_earlier_program() -> None:
+    # A new interpreter, in which the exchanges of the first program start their threads.
+    subprocess.run([sys.executable, "-c", SEVERAL_PROGRAMS], check=True, timeout=60)
 
 
 def test_pair_has_a_name() -> None:

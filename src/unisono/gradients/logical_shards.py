@@ -32,12 +32,10 @@ class _Step:
 
     Attributes:
         before: p.grad of each parameter when the step began.
-        done: The shards that have a gradient.
-        sums: The gradient sum of each maximal complete subtree.
+        sums: The gradient sum of each maximal complete subtree, in which every shard has a gradient.
     """
 
     before: _Gradients
-    done: set[int] = field(default_factory=set)
     sums: dict[_Node, _Gradients] = field(default_factory=dict)
 
 
@@ -138,12 +136,13 @@ class LogicalShards:
             raise ValueError(f"count must be a positive multiple of the {comm.size} ranks, not {count!r}")
         if init_sync:
             share([*self._named, *buffers], comm, model=self._model, hint=INIT_SYNC)
+        self.rank: int = comm.rank
+        self.size: int = comm.size
         each = count // comm.size
         self.local: range = range(comm.rank * each, (comm.rank + 1) * each)
-        runs = [(rank * each, (rank + 1) * each) for rank in range(comm.size)]
         # If each rank's shards form one subtree, ranks all-reduce the subtrees' sums. If a rank's shards form several
         # subtrees (for example, with three ranks of two shards each), every rank gathers all partial sums.
-        self._covers = [_cover(0, count, *run) for run in runs]
+        self._covers = [_cover(0, count, rank * each, (rank + 1) * each) for rank in range(comm.size)]
         # The step in progress, and its open shard.
         self._step: _Step | None = None
         self._open: _Shard | None = None
@@ -153,16 +152,6 @@ class LogicalShards:
         self._comm.allow_any_thread()
         # Claim and hook the parameters last: if anything above raises, they remain free for another averager.
         self._registry.watch_gradients(self._arrive)
-
-    @property
-    def rank(self) -> int:
-        """This rank."""
-        return self._comm.rank
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self._comm.size
 
     @contextmanager
     def shard(self, number: int) -> Iterator[None]:
@@ -183,11 +172,10 @@ class LogicalShards:
         if self._open is not None:
             raise RuntimeError(f"shard({number}) was called inside shard({self._open.number}); leave that first")
         if isinstance(number, bool) or number not in self.local:
-            first = self.local[0]
-            last = self.local[-1]
-            raise ValueError(f"shard {number!r} is not one of this rank, which has shards {first} to {last}")
+            mine = f"{self.local[0]} to {self.local[-1]}"
+            raise ValueError(f"shard {number!r} is not one of this rank, which has shards {mine}")
         step = self._step = self._step or _Step([parameter.grad for parameter in self._parameters])
-        if number in step.done:
+        if any(low <= number < high for low, high in step.sums):
             raise ValueError(f"shard {number} has a gradient in this step already; each shard has one context a step")
         self._clear()
         shard = self._open = _Shard(number)
@@ -203,13 +191,13 @@ class LogicalShards:
             self._clear()
             # If the first shard of a step raises, the whole step is undone. If a later shard raises, p.grad is not
             # restored, because it has no meaning until the step ends.
-            if not step.done:
+            if not step.sums:
                 self._drop()
             raise
         finally:
             self._open = None
         self._clear()
-        if len(step.done) == len(self.local):
+        if sorted(step.sums) == self._covers[self.rank]:
             # Drop the step first, which restores p.grad: if averaging raises, the step's shards can be run again.
             self._drop()
             self._finish(step)
@@ -301,34 +289,16 @@ class LogicalShards:
         if not self._total:
             # Divide half-precision gradients first: their sum may overflow, but their mean does not.
             gradients = [g / self._count if g is not None and g.dtype in HALVES else g for g in gradients]
-        node = (number, number + 1)
-        added: list[_Node] = []
-        for low, high in self._path(number):
-            middle = _middle(low, high)
-            is_left = node == (low, middle)
-            other = (middle, high) if is_left else (low, middle)
-            if other not in step.sums:
+        sums = {**step.sums, (number, number + 1): gradients}
+        # Only `sums` refers to the quotients now, so they are freed once they have been added.
+        del gradients
+        for left, right in _halves(0, self._count, number):
+            if left not in sums or right not in sums:
                 break
-            pairs = (gradients, step.sums[other]) if is_left else (step.sums[other], gradients)
-            gradients = [_plus(*pair) for pair in zip(*pairs, strict=True)]
-            added.append(other)
-            node = (low, high)
+            pairs = zip(sums.pop(left), sums.pop(right), strict=True)
+            sums[left[0], right[1]] = [_plus(*pair) for pair in pairs]
         # Change the step last: if memory runs out above, this shard can be repeated.
-        for other in added:
-            del step.sums[other]
-        step.sums[node] = gradients
-        step.done.add(number)
-
-    def _path(self, number: int) -> list[_Node]:
-        """Return the subtrees that contain a shard, the smallest first."""
-        low = 0
-        high = self._count
-        found = list[_Node]()
-        while high - low > 1:
-            found.append((low, high))
-            middle = _middle(low, high)
-            low, high = (low, middle) if number < middle else (middle, high)
-        return found[::-1]
+        step.sums = sums
 
     @torch.no_grad()
     def _finish(self, step: _Step) -> None:
@@ -379,20 +349,12 @@ class LogicalShards:
         gathered = [partial[0].new_empty(numel * len(cover)) for cover in self._covers]
         # All ranks add the same partial sums in the same order, and so get the same bits.
         self._comm.all_gather(gathered, torch.cat(partial))
-        known: dict[_Node, torch.Tensor] = {
+        known = {
             node: part
             for cover, parts in zip(self._covers, gathered, strict=True)
             for node, part in zip(cover, parts.split(numel), strict=True)
         }
-
-        def total_of(low: int, high: int) -> torch.Tensor:
-            if (low, high) in known:
-                return known[low, high]
-            middle = _middle(low, high)
-            return total_of(low, middle) + total_of(middle, high)
-
-        reduced: torch.Tensor = total_of(0, self._count)
-        return reduced
+        return _sum_of(known, 0, self._count)
 
 
 def _middle(low: int, high: int) -> int:
@@ -408,6 +370,22 @@ def _cover(low: int, high: int, start: int, stop: int) -> list[_Node]:
         return [(low, high)]
     middle = _middle(low, high)
     return _cover(low, middle, start, stop) + _cover(middle, high, start, stop)
+
+
+def _halves(low: int, high: int, number: int) -> Iterator[tuple[_Node, _Node]]:
+    """Yield both halves of each subtree of a range that contains a shard, beginning with the smallest subtree."""
+    if high - low > 1:
+        middle = _middle(low, high)
+        yield from _halves(low, middle, number) if number < middle else _halves(middle, high, number)
+        yield (low, middle), (middle, high)
+
+
+def _sum_of(known: Mapping[_Node, torch.Tensor], low: int, high: int) -> torch.Tensor:
+    """Return the sum over a subtree, given the sums of subtrees that together cover it."""
+    if (low, high) in known:
+        return known[low, high]
+    middle = _middle(low, high)
+    return _sum_of(known, low, middle) + _sum_of(known, middle, high)
 
 
 def _plus(some: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:

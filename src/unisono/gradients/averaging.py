@@ -21,7 +21,6 @@ from unisono.gradients.reduction import Reduction
 from unisono.gradients.sparse import average_sparse, sparse_parameters
 from unisono.gradients.weights import ErrorContext, Weights, check_skipped, used_gradients, warn_of_uneven_batches
 from unisono.utils.backward_pass import BackwardTracker, PassOwner, adds_to_leaves, current_pass, watch_outputs
-from unisono.utils.flatten import bucket_sizes
 from unisono.utils.parameters import INIT_SYNC, Named, agree_on_parameters, share, share_buffers
 from unisono.utils.pass_watch import PassWatch
 
@@ -162,10 +161,6 @@ class Averaging(PassOwner):
         self.phase: Phase = Phase.IDLE
         self.steps: int = 0
         self.syncing = True
-        self._model = model
-        self._named = named
-        self._names = [name for name, _ in named]
-        self._parameters = [p for _, p in named]
         self._settings = settings
         self._weights = weights
         # A weak reference, so that a communicator that the program no longer uses is freed and leaves its group.
@@ -173,6 +168,7 @@ class Averaging(PassOwner):
         # Create the registry before sending anything: it raises if the model already has an averager, perhaps on this
         # rank only.
         self.registry: ParameterRegistry = ParameterRegistry(model, named, self._abort_all)
+        self._parameters = self.registry.parameters
         codec = codec_for(settings.compression)
         buffers = list(model.named_buffers()) if model is not None and init_sync else []
         agree_on_parameters([*named, *buffers], comm, settings.described(codec), hooked=True)
@@ -180,17 +176,12 @@ class Averaging(PassOwner):
             share([*named, *buffers], comm, model=model, hint=INIT_SYNC)
         self.boundaries: StepBoundaries = boundaries_of(comm)
         self.comms: AveragerComms = AveragerComms(comm, deterministic=settings.deterministic)
-        data = self.comms.data
-        background = data.overlaps and codec is None
-        sizes = bucket_sizes(
-            settings.sizes, self._parameters, comm, background=background, compressed=codec is not None
-        )
         spread = sparse_parameters(model) if model is not None else set()
         self._spread = {i for i, p in enumerate(self._parameters) if id(p) in spread}
         # Indices of the parameters whose gradients are averaged as sparse rows, outside the buckets.
         self._sparse: list[int] = []
         self._hooks = CallerHooks(self._parameters, self._spread)
-        self.buckets: Buckets = Buckets(named, self.comms, codec, sizes)
+        self.buckets: Buckets = Buckets(named, comm, self.comms, codec, settings.sizes)
         self._watch = PassWatch("GradientAverager", self.comms)
         self._tracker = BackwardTracker(self, self._parameters, self._watch)
         # Indices of the parameters whose gradients were accumulated in no_sync and have not been averaged yet.
@@ -209,7 +200,7 @@ class Averaging(PassOwner):
             # Without `remove`, the hooks would keep the averager alive, and no other averager could use its parameters.
             self.remove()
             raise
-        self._reduction = Reduction(self.buckets, self.comms, weights)
+        self._reduction = Reduction(self.buckets, weights)
         weights.attach(self.comms.control)
         weights.forget()
 
@@ -306,8 +297,7 @@ class Averaging(PassOwner):
         if stale:
             self.buckets.recreate(list(self.buckets.where))
         if failed or stale:
-            keeps_copies = self.phase is Phase.UNSENT
-            self._reduction = Reduction(self.buckets, self.comms, self._weights, keeps_copies=keeps_copies)
+            self._reduction = Reduction(self.buckets, self._weights, keeps_copies=self.phase is Phase.UNSENT)
         # A hook that the caller has added must run before the averager's hooks, so register the averager's hooks again.
         if self._hooks.begin() or stale:
             self._hook_chunks()
@@ -339,7 +329,7 @@ class Averaging(PassOwner):
         problem = None
         if unchanged or self._hooks.count:
             used = self._hooks.used([i for i in unchanged if self._parameters[i].grad is None])
-            problem = used_gradients([self._names[i] for i in used]) if used else None
+            problem = used_gradients([self.registry.names[i] for i in used]) if used else None
         arrived |= taken.union(unchanged)
         # A nested backward pass may have run in no_sync(), but the outermost pass decides whether to average.
         if self.syncing:
@@ -383,8 +373,8 @@ class Averaging(PassOwner):
         if asks_thawed or (thawed and not self.buckets.where):
             self._on_unfrozen(saved, thawed, arrived)
         averaged = self._average_sparse(arrived) if self._sparse else set()
-        if self._settings.sync_buffers and self._model is not None:
-            share_buffers(self._model, self.comms.control, self._weights.source)
+        if self._settings.sync_buffers and self.registry.model is not None:
+            share_buffers(self.registry.model, self.comms.control, self._weights.source)
         if self._weights.here:
             reduction.assign(saved)
         else:
@@ -424,7 +414,7 @@ class Averaging(PassOwner):
         if self._seen is not None and all_took_part:
             self._learn_order(self._seen)
         # Create the reduction last, because learning the order replaces the buckets.
-        self._reduction = Reduction(self.buckets, self.comms, self._weights)
+        self._reduction = Reduction(self.buckets, self._weights)
 
     def _learn_order(self, seen: Sequence[torch.Tensor]) -> None:
         """Recreate the buckets, in the order in which rank 0's gradients arrived."""
@@ -446,7 +436,7 @@ class Averaging(PassOwner):
             self.comms.abort_pass(
                 "its backward pass failed after some gradients were averaged, so all ranks drop that pass and "
                 "p.grad is unchanged. Continue with the next pass, or repeat this pass on all ranks",
-                self._reduction.first_work,
+                self._reduction.contents[0].work,
             )
 
     def shadow(self) -> None:
@@ -467,8 +457,8 @@ class Averaging(PassOwner):
         """Average the sparse gradients, and return the indices of the averaged parameters. Collective."""
         # Look at p.grad, too, because the caller may have set accumulated gradients to None.
         has = {i for i in self._sparse if i in arrived and self._parameters[i].grad is not None}
-        absent = [self._names[i] for i in self._sparse if i not in has and self._weights.here]
-        sparse = [self._named[i] for i in self._sparse]
+        absent = [self.registry.names[i] for i in self._sparse if i not in has and self._weights.here]
+        sparse = [self.registry.named[i] for i in self._sparse]
         here = [i in has and self._weights.here for i in self._sparse]
         lacking = None if self._settings.find_unused else absent
         averaged = average_sparse(sparse, self.comms.control, self._weights, here, lacking)
@@ -494,19 +484,19 @@ class Averaging(PassOwner):
         if not any(had and lacked for contents in looked for had, lacked in contents.found):
             return
         lacking = [
-            self._names[i]
+            self.registry.names[i]
             for contents in looked
             for i, arrived in zip(contents.bucket.indices, contents.arrived, strict=True)
             if not arrived
         ]
         by_rank = self.comms.control.all_gather_object(lacking if self._weights.here else [])
-        check_skipped(self._names, by_rank, self._weights.active, self.comms.control)
+        check_skipped(self.registry.names, by_rank, self._weights.active, self.comms.control)
 
     def _on_unfrozen(self, saved: SavedGradients, thawed: list[int], arrived: set[int]) -> None:
         """Average the gradients of parameters that have been unfrozen, in this step and all later ones."""
-        names = [self._names[i] for i in thawed]
+        names = [self.registry.names[i] for i in thawed]
         with ErrorContext(f"comparing frozen parameters; no longer frozen on rank {self.comms.rank}: {names}"):
-            agree_on_parameters(self._named, self.comms.control)
+            agree_on_parameters(self.registry.named, self.comms.control)
         self._frozen = [i for i in self._frozen if i not in thawed]
         known = len(self.buckets.ordered)
         self._add_parameters(thawed)

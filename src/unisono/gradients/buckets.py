@@ -12,7 +12,7 @@ from unisono.communicator import Communicator
 from unisono.core.tensors import HALVES
 from unisono.errors import AbortedError
 from unisono.gradients.bucket import GradientBucket
-from unisono.utils.flatten import plan_buckets
+from unisono.utils.flatten import bucket_sizes, plan_buckets
 from unisono.utils.parameters import Named
 from unisono.utils.replaceable_comms import ReplaceableComms
 
@@ -36,11 +36,13 @@ class Buckets:
 
     Args:
         named: All parameters, with their names.
+        caller_comm: The caller's communicator, over which ranks agree on default sizes. Construction is collective.
         comms: Communicators; `data` is used for reducing the buckets and nothing else.
         codec: Codec that is cloned for each bucket of real numbers; None to send gradients uncompressed.
-        sizes: Maximum bytes in a bucket, and in the first bucket if its limit differs.
+        sizes: Maximum bytes in a bucket, and in the first bucket; None for defaults.
 
     Attributes:
+        comms: The communicators that were passed.
         ordered: The buckets.
         where: For each parameter that has a bucket, the bucket's index in `ordered`, and the parameter's slot.
         background: Whether buckets are sent while others are still being filled.
@@ -50,15 +52,22 @@ class Buckets:
     """
 
     def __init__(
-        self, named: Named, comms: ReplaceableComms, codec: Codec | None, sizes: tuple[int, int | None]
+        self,
+        named: Named,
+        caller_comm: Communicator,
+        comms: ReplaceableComms,
+        codec: Codec | None,
+        sizes: tuple[int | None, int | None],
     ) -> None:
         self._names = [name for name, _ in named]
         self._parameters = [p for _, p in named]
-        self._comms = comms
-        self._cap, self._first = sizes
+        self.comms: ReplaceableComms = comms
         self.codec = codec
         self.comm: Communicator = comms.data
         self.background: bool = self.comm.overlaps and codec is None
+        self._cap, self._first = bucket_sizes(
+            sizes, self._parameters, caller_comm, background=self.background, compressed=codec is not None
+        )
         self.ordered: list[GradientBucket] = []
         self.where: dict[int, tuple[int, int]] = {}
         self._codecs: dict[tuple[int, ...], Codec] = {}
@@ -88,7 +97,7 @@ class Buckets:
     def recreate(self, order: Sequence[int]) -> None:
         """Replace all buckets with buckets for these parameters, in the current communicator's memory. Collective."""
         self.clear()
-        self.comm = self._comms.data
+        self.comm = self.comms.data
         self.add(order)
 
     def clear(self) -> None:
@@ -100,15 +109,15 @@ class Buckets:
         """Factor applied to each contribution as it is copied into a bucket of this dtype."""
         # Half-precision gradients are divided before they are summed. Division by a power of two is exact, and costs
         # less if done during the copy.
-        first = dtype in HALVES and self.codec is None and self._comms.size.bit_count() == 1
-        return 1 / self._comms.size if self.background or first else 1.0
+        first = dtype in HALVES and self.codec is None and self.comms.size.bit_count() == 1
+        return 1 / self.comms.size if self.background or first else 1.0
 
     def _allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Allocate the kind of memory that the backend reduces fastest. Collective."""
         if device.type == "cpu":
             # If a failed pass has aborted the communicator, use plain memory until the communicator is replaced.
             with suppress(AbortedError):
-                return self._comms.data.empty(numel, dtype)
+                return self.comms.data.empty(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=device)
 
     def names_of(self, bucket: GradientBucket) -> list[str]:
@@ -121,10 +130,9 @@ class Buckets:
             return None
         # Codecs are stored by parameter indices and not in the bucket, because their residuals must survive a rebuild
         # of the buckets.
-        found = self._codecs.get(bucket.indices)
-        if found is None:
-            found = self._codecs[bucket.indices] = self.codec.clone()
-        return found
+        if bucket.indices not in self._codecs:
+            self._codecs[bucket.indices] = self.codec.clone()
+        return self._codecs[bucket.indices]
 
     def within(self, held: Iterable[tuple[int, torch.Tensor]]) -> set[int]:
         """Return the indices of the gradients that are stored in the buckets' memory, each in its own slot.

@@ -51,6 +51,7 @@ class ParameterRegistry:
         ValueError: A parameter accepts no hooks, is already averaged or sharded, or has gradients of another dtype.
 
     Attributes:
+        model, named: The module and the named parameters that were passed.
         names, parameters, ids: Names, tensors and Python `id`s of the parameters, in order.
         hooked: Whether hooks are registered.
 

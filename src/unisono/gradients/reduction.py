@@ -11,13 +11,11 @@ import torch
 
 from unisono.communicator import engine_of
 from unisono.core.tracing import SINK, TraceEvent, observed_now, span
-from unisono.core.types import Work
 from unisono.errors import CommError
 from unisono.gradients.bucket import BucketContents
 from unisono.gradients.buckets import Buckets
 from unisono.gradients.caller_gradients import SavedGradients
 from unisono.gradients.weights import Weights
-from unisono.utils.replaceable_comms import ReplaceableComms
 
 __all__ = ["Reduction"]
 
@@ -35,8 +33,7 @@ class Reduction:
     passes in `no_sync` belong to the step of the next pass outside `no_sync`.
 
     Args:
-        buckets: The buckets.
-        comms: Communicators; only `data` is used.
+        buckets: The buckets, with the communicators, of which only `data` is used.
         weights: Source of the factor for this rank's gradients; the factor is read before the first bucket's reduction
             starts.
         keeps_copies: Whether to keep a copy of sent buckets, so that they can be sent again.
@@ -49,11 +46,8 @@ class Reduction:
         uneven: Whether any rank lacked a gradient in this step.
     """
 
-    def __init__(
-        self, buckets: Buckets, comms: ReplaceableComms, weights: Weights, *, keeps_copies: bool = False
-    ) -> None:
+    def __init__(self, buckets: Buckets, weights: Weights, *, keeps_copies: bool = False) -> None:
         self._buckets = buckets
-        self._comms = comms
         self._weights = weights
         self._keeps_copies = keeps_copies
         self.contents: list[BucketContents] = list(map(BucketContents, buckets.ordered))
@@ -77,11 +71,6 @@ class Reduction:
         """Return whether any rank had a gradient of a parameter in this pass."""
         number, slot = self._buckets.where.get(index, (None, 0))
         return number is not None and self.contents[number].found[slot][0]
-
-    @property
-    def first_work(self) -> Work | None:
-        """The reduction of the first bucket, if it is in progress."""
-        return self.contents[0].work if self.contents else None
 
     # -- in a pass ------------------------------------------------------------------------------
     @torch.no_grad()
@@ -142,7 +131,7 @@ class Reduction:
         """Start the reduction of the next bucket, whose memory must not be touched until `_wait`."""
         contents = self.contents[self.sent]
         last = self.sent == len(self.contents) - 1
-        comm = self._comms.data
+        comm = self._buckets.comms.data
         # Check for a failure before p.grad is cleared, so that the pass can be undone without `rewind`.
         if (failure := comm.exception()) is not None:
             # Another rank's pass has failed.
@@ -161,7 +150,7 @@ class Reduction:
 
     def _reduce(self, contents: BucketContents) -> None:
         bucket = contents.bucket
-        comm = self._comms.data
+        comm = self._buckets.comms.data
         codec = None if self._buckets.codec is None else self._buckets.codec_of(bucket)
         try:
             if self._buckets.background:
@@ -220,7 +209,7 @@ class Reduction:
     @contextmanager
     def _observed(self, contents: BucketContents) -> Iterator[None]:
         """Trace the `with` block, which starts or awaits a bucket's reduction; report the bucket once it is reduced."""
-        group = engine_of(self._comms.data).group
+        group = engine_of(self._buckets.comms.data).group
         bucket = contents.bucket
         nbytes = bucket.memory.nbytes
         if contents.observed_s is None:

@@ -50,7 +50,7 @@ class Passes(RuleBasedStateMachine):
         # As if there were other ranks.
         self.averaging._install()
         averaging = self.averaging
-        averaging._reduction = Reduction(averaging.buckets, averaging.comms, averaging._weights)
+        averaging._reduction = Reduction(averaging.buckets, averaging._weights)
         self.wanted = [0.0] * LAYERS
         self.expected = Phase.IDLE
 

@@ -55,10 +55,6 @@ class ExchangeSettings:
     reduce: Reduction
     cap: int
 
-    def messages(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Group tensors into messages."""
-        return list(buckets(tensors, self.cap))
-
 
 class Exchanges(ABC):
     """Exchanges of fragments over one communicator. A different communicator needs a new object.
@@ -75,6 +71,8 @@ class Exchanges(ABC):
         grace_s: Seconds that an exchange may take beyond the timeouts of its collectives.
 
     Attributes:
+        end: Function that stops the worker thread without acquiring a lock, because a finalizer may call it. The
+            function holds no reference to this object.
         error: The first error raised by an exchange, or while the anchor or the parameters were being changed; once it
             is set, no exchange begins.
     """
@@ -100,10 +98,7 @@ class Exchanges(ABC):
         # Allow time for all fragments: an exchange may be queued behind the exchanges of all other fragments.
         self._limit_s = (_CALLS * engine_of(comm).options.timeout_s + grace_s) * len(fragments)
         self._worker = SerialWorker(f"unisono {owner} rank {comm.rank}")
-
-    def ender(self) -> Callable[[], None]:
-        """Return a function that stops the worker thread without acquiring a lock, because a finalizer may call it."""
-        return self._worker.end
+        self.end: Callable[[], None] = self._worker.end
 
     def joiner(self) -> Callable[[], None]:
         """Return a function that stops the worker thread after its last exchange, and waits until it has exited.
@@ -111,7 +106,7 @@ class Exchanges(ABC):
         The function holds no reference to this object: the communicator stores the function until it closes, and would
         otherwise keep the object alive.
         """
-        return partial(_join, self.ender(), self._worker, self._limit_s)
+        return partial(_join, self.end, self._worker, self._limit_s)
 
     def check(self) -> None:
         """If an exchange has failed, raise the error of the first failed exchange."""
@@ -199,7 +194,7 @@ class Exchanges(ABC):
         return Exchange(step + lag, given, self._completion(given), alpha, in_place, is_last, ahead, share)
 
     def _completion(self, given: list[torch.Tensor]) -> Completion:
-        return Completion(self._limit_s * len(self._settings.messages(given)))
+        return Completion(self._limit_s * len(list(buckets(given, self._settings.cap))))
 
     def _task(self, fragment: Fragment, exchange: Exchange, step: int | None, *, aside: bool) -> Callable[[], None]:
         """Return the task that reduces a new exchange; the task never raises.
@@ -249,7 +244,7 @@ class Exchanges(ABC):
 
     def _reduce(self, fragment: Fragment, exchange: Exchange) -> None:
         """Reduce the contributions of an exchange, one message after another."""
-        for index, message in enumerate(self._settings.messages(exchange.tensors)):
+        for index, message in enumerate(buckets(exchange.tensors, self._settings.cap)):
             codec = fragment.codecs[index] if fragment.codecs else None
             shapes = [t.shape for t in message]
             reduce = partial(self._reduce_message, codec, shapes, fragment.rounds)
@@ -358,14 +353,12 @@ class StepExchanges(Exchanges):
         applied = False
         # An interrupt must not make this rank skip a fragment that other ranks send in this step.
         with self.changing():
-            for fragment in self._due(step):
-                # Apply the fragment's previous result first, even if it is not due yet.
-                applied |= self.apply(fragment, tensors)
-                self._exchange(fragment, step, self._settings.lag, self._settings.alpha, tensors)
+            for fragment, schedule in zip(self._fragments, self._schedules, strict=True):
+                if schedule(step):
+                    # Apply the fragment's previous result first, even if it is not due yet.
+                    applied |= self.apply(fragment, tensors)
+                    self._exchange(fragment, step, self._settings.lag, self._settings.alpha, tensors)
         return self._apply_due(step, tensors) or applied
-
-    def _due(self, step: int) -> Iterator[Fragment]:
-        return (each for each, schedule in zip(self._fragments, self._schedules, strict=True) if schedule(step))
 
     def _exchange(
         self,
@@ -388,16 +381,13 @@ class StepExchanges(Exchanges):
         # Set `fragment.exchange` last, because `apply` must not wait for an exchange that was never started.
         fragment.exchange = exchange
 
-    def exchange_all(self, step: int, tensors: Tensors) -> None:
-        self._exchange_now(step, tensors, is_last=False)
-
     def finish(self, step: int, tensors: Tensors) -> None:
         for fragment in self._fragments:
             self.apply(fragment, tensors)
         if self._anchor is not None:
-            self._exchange_now(step, tensors, is_last=True)
+            self.exchange_all(step, tensors, is_last=True)
 
-    def _exchange_now(self, step: int, tensors: Tensors, *, is_last: bool) -> None:
+    def exchange_all(self, step: int, tensors: Tensors, *, is_last: bool = False) -> None:
         # First finish the exchanges that the worker still runs: the exchanges below run in this thread, and would
         # otherwise overtake them.
         for fragment in self._fragments:

@@ -15,7 +15,7 @@ from unisono.gradients.periodic import Schedule, compare
 from unisono.gradients.periodic_averager import PeriodicAverager, mean
 from unisono.gradients.topology import Neighbours, Topology, mixing
 from unisono.gradients.topology import topology as topology_of
-from unisono.utils.flatten import flat_apply
+from unisono.utils.flatten import buckets, flat_apply
 from unisono.utils.parameters import Model
 
 __all__ = ["Gossip", "NeighbourMean"]
@@ -142,7 +142,7 @@ class Gossip(PeriodicAverager):
     ) -> None:
         mixer = NeighbourMean(topology_of(topology, comm.size))
         first = mixing(mixer.topology(comm.size, 0), comm.size)
-        self._topology = topology if isinstance(topology, str) else str(first)
+        self._more_settings = {"topology": topology if isinstance(topology, str) else str(first)}
         super().__init__(
             model,
             comm,
@@ -152,9 +152,6 @@ class Gossip(PeriodicAverager):
             alpha=alpha,
             bucket_cap_mb=bucket_cap_mb,
         )
-
-    def _more_settings(self) -> dict[str, object]:
-        return {"topology": self._topology}
 
     def mix(self) -> None:
         """Run a round now, regardless of the schedule. Every rank must call this.
@@ -174,6 +171,6 @@ class Gossip(PeriodicAverager):
         self.finish()
         compare(self._comm, {"steps": self.steps, "rounds": self.rounds}, type(self).__name__)
         with torch.no_grad():
-            for message in self._exchange_settings.messages(self._tensors(self._fragments[0])):
+            for message in buckets(self._tensors(self._fragments[0]), self._exchange_settings.cap):
                 # If the collective fails, the parameters must not be left with partial sums.
                 flat_apply(message, lambda flat: self._comm.all_reduce(flat, "avg"), keep_on_error=True)

@@ -13,7 +13,7 @@ from unisono.gradients.anchor import Outer, OuterUpdate
 from unisono.gradients.exchange import Fragment
 from unisono.gradients.periodic import Schedule, TimedSchedule
 from unisono.gradients.periodic_averager import ExchangeOptions, PeriodicAverager, floating
-from unisono.utils.parameters import Model, Named, agree_on_parameters
+from unisono.utils.parameters import Model, agree_on_parameters
 
 __all__ = ["DiLoCo", "LocalSGD", "SlowMo"]
 
@@ -69,10 +69,8 @@ class LocalSGD(PeriodicAverager):
         bucket_cap_mb: float = 25,
     ) -> None:
         self._average_state = average_state
+        self._more_settings = {"average_state": average_state}
         super().__init__(model, comm, every, buffers=buffers, bucket_cap_mb=bucket_cap_mb)
-
-    def _more_settings(self) -> dict[str, object]:
-        return {"average_state": self._average_state}
 
     def step(self, samples: int | None = None) -> bool:
         if self._average_state and self._optimizer is None:
@@ -86,23 +84,20 @@ class LocalSGD(PeriodicAverager):
     def _tensors(self, fragment: Fragment) -> list[torch.Tensor]:
         tensors = super()._tensors(fragment)
         if self._average_state:
-            state = self._state()
+            kept = self._optimizer.state if self._optimizer is not None else {}
+            state = floating(
+                [
+                    (f"{name}.{key}", value)
+                    for name, parameter in self.named
+                    for key, value in sorted(kept.get(parameter, {}).items())
+                    if isinstance(value, torch.Tensor) and value.shape == parameter.shape
+                ]
+            )
             # Compare the state's names and shapes: optimizers create state at a parameter's first gradient, which may
             # arrive on only some ranks.
             agree_on_parameters(state, self._comm, of="the optimizer's state", frozen=False)
             tensors += [tensor for _, tensor in state]
         return tensors
-
-    def _state(self) -> Named:
-        kept = self._optimizer.state if self._optimizer is not None else {}
-        return floating(
-            [
-                (f"{name}.{key}", value)
-                for name, parameter in self.named
-                for key, value in sorted(kept.get(parameter, {}).items())
-                if isinstance(value, torch.Tensor) and value.shape == parameter.shape
-            ]
-        )
 
 
 class DiLoCo(PeriodicAverager):
@@ -173,8 +168,7 @@ class DiLoCo(PeriodicAverager):
         def sgd(anchor: list[torch.Tensor]) -> torch.optim.Optimizer:
             return torch.optim.SGD(anchor, lr=outer_lr, momentum=outer_momentum, nesterov=nesterov)
 
-        update = OuterUpdate(outer or sgd, anchor_dtype, compression)
-        super().__init__(model, comm, every, outer=update, **options)
+        super().__init__(model, comm, every, outer=OuterUpdate(outer or sgd, anchor_dtype, compression), **options)
 
     def outer_step(self) -> None:
         """Step the outer optimizer now, regardless of the schedule. Collective.

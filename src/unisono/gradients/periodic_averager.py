@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from itertools import chain
@@ -29,7 +29,7 @@ from unisono.gradients.periodic import (
 )
 from unisono.gradients.robust import ClippedMean, TrimmedMean
 from unisono.gradients.turns import Turns
-from unisono.utils.flatten import MIB
+from unisono.utils.flatten import MIB, buckets
 from unisono.utils.parameters import Model, Named, check_parameters, named_tensors
 
 __all__ = ["ExchangeOptions", "PeriodicAverager", "floating", "mean"]
@@ -141,6 +141,8 @@ class PeriodicAverager(PeriodicAction):
 
     _by_steps: type[StepExchanges] = StepExchanges
     """Class for exchanges that are scheduled by steps."""
+    _more_settings: Mapping[str, object] = {}
+    """A subclass's own arguments that must agree on all ranks, by name; set before `__init__`."""
 
     def __init__(
         self,
@@ -185,7 +187,7 @@ class PeriodicAverager(PeriodicAction):
         codec = None if outer is None else codec_for(outer.compression)
         # A codec with error feedback keeps a residual of its message, so each message gets its own codec.
         for fragment in self._fragments if codec is not None else ():
-            messages = self._exchange_settings.messages(fragment.anchor)
+            messages = buckets(fragment.anchor, self._exchange_settings.cap)
             fragment.codecs = [codec and codec.clone() if m[0].is_floating_point() else None for m in messages]
         # Whether `load_state_dict` has restored the anchor. If so, loading the model before the next step must not
         # replace it.
@@ -201,7 +203,7 @@ class PeriodicAverager(PeriodicAction):
             "alpha": alpha,
             "anchor_dtype": str(outer and outer.anchor_dtype),
             "bucket_cap_mb": bucket_cap_mb,
-            **self._more_settings(),
+            **self._more_settings,
         }
         super().__init__(model, comm, schedule, buffers=buffers, settings=settings)
         try:
@@ -212,17 +214,13 @@ class PeriodicAverager(PeriodicAction):
             raise
         follow_loads(model, self, self._on_load)
 
-    def _more_settings(self) -> dict[str, object]:
-        """Return a subclass's own arguments that must agree on all ranks, by name. Called before anything is sent."""
-        return {}
-
     def _connect(self, comm: Communicator) -> None:
         super()._connect(comm)
         self._exchanges = self._new_exchanges()
         # Make the communicator's `close` wait for the worker, whose last exchange still uses the communicator. If the
         # averager is dropped without `close`, a finalizer stops the worker.
         self._comm.before_close(self._exchanges.joiner())
-        finalize(self, self._exchanges.ender())
+        finalize(self, self._exchanges.end)
 
     def _new_exchanges(self) -> Exchanges:
         common = type(self).__name__, self._comm, self._fragments

@@ -87,6 +87,7 @@ class Turns(Exchanges):
     """
 
     _event = "a turn"
+    _anchor: Anchor
 
     def __init__(
         self,
@@ -105,11 +106,9 @@ class Turns(Exchanges):
         self._number = 0
         self._interval: _Interval | None = None
         self._contributions: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self.end = partial(_end, self._contributions, self._worker)
         self._lock = threading.Lock()
         comm.allow_any_thread()
-
-    def ender(self) -> Callable[[], None]:
-        return partial(_end, self._contributions, self._worker)
 
     # -- the training thread -------------------------------------------------------------------
     def held(self) -> AbstractContextManager[object]:
@@ -166,11 +165,6 @@ class Turns(Exchanges):
         """The fragment that is exchanged in the current turn."""
         return self._fragments[self._number % len(self._fragments)]
 
-    @property
-    def _rates(self) -> list[float]:
-        assert self._anchor is not None
-        return self._anchor.rates
-
     def _contribute(
         self,
         interval: _Interval,
@@ -182,7 +176,7 @@ class Turns(Exchanges):
         leaving: bool = False,
     ) -> None:
         """Pass this rank's contribution to the worker."""
-        share = Share(fragment.samples, leaving, max(0.0, clock.now() - interval.due_s), self._rates)
+        share = Share(fragment.samples, leaving, max(0.0, clock.now() - interval.due_s), self._anchor.rates)
         with self.changing():
             exchange = self._begin(fragment, tensors(fragment), interval.step, lag, alpha, share=share)
             fragment.samples = 0
@@ -247,7 +241,7 @@ class Turns(Exchanges):
             self._number,
             fragment.samples,
         )
-        share = Share(0, False, max(0.0, clock.now() - interval.due_s), self._rates)
+        share = Share(0, False, max(0.0, clock.now() - interval.due_s), self._anchor.rates)
         nothing = [torch.zeros_like(there) for there in fragment.anchor]
         # Make the result due immediately: the training thread applies it after its next step, and continues from the
         # anchor.

@@ -103,9 +103,7 @@ def broadcast_parameters(
         >>> weights[0] == weights[1]
         True
     """
-    named = named_tensors(model)
-    if isinstance(model, torch.nn.Module):
-        named += model.named_buffers()
+    named = named_tensors(model, buffers=isinstance(model, torch.nn.Module))
     _compare(model, named, comm, frozen=False)
     share(named, comm, src, int(bucket_cap_mb * MIB), model=model)
 

@@ -18,7 +18,6 @@ from unisono.utils.parameters import Model, ModelMembers, agree_on_parameters, n
 
 __all__ = ["DivergenceGuard", "NanGuard", "agree_step", "assert_finite"]
 
-_FIELDS = 2
 _FLUSH_EVERY = 100
 """Number of steps after which pending values are compared if no collective has compared them."""
 
@@ -152,9 +151,9 @@ def _raise_if_any(comm: Communicator, found: Sequence[tuple[str, int, torch.Tens
     name, size, count = next(
         ((name, size, count) for (name, size, _), count in zip(found, counts, strict=True) if count), ("", 0, 0)
     )
-    table = torch.empty(comm.size * _FIELDS, dtype=torch.int64, device=comm.device)
+    table = torch.empty(2 * comm.size, dtype=torch.int64, device=comm.device)
     comm.all_gather_single(table, torch.tensor((count, size), dtype=torch.int64, device=comm.device))
-    rows = table.view(comm.size, _FIELDS).tolist()
+    rows = table.view(comm.size, 2).tolist()
     bad = [rank for rank, (count, _) in enumerate(rows) if count]
     if not bad:
         return

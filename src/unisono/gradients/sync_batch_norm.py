@@ -77,15 +77,13 @@ class SyncBatchNorm(_BatchNorm):
                 only one value per channel, which has no variance.
         """
         comm = self._shared.comm
-        if not self.training:
+        if not self.training or (comm is not None and comm.size == 1):
             return super().forward(input)
         if comm is None:
             raise RuntimeError(
                 "this SyncBatchNorm was loaded from a file, which holds no communicator. Call "
                 "convert_sync_batchnorm(model, comm) on all ranks"
             )
-        if comm.size == 1:
-            return super().forward(input)
         self._check_input_dim(input)
         with torch.no_grad():
             total, mean, variance = batch_statistics(input, comm)

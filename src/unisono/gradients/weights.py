@@ -42,11 +42,9 @@ class Weights:
 
     def __init__(self, comm: Communicator, total: bool = False) -> None:
         self._total = total
-        self._mine: float | None = None
         self.joining = False
         self.here = True
         self.attach(comm)
-        self.factor: float = 1.0
         self.forget()
 
     def attach(self, comm: Communicator) -> None:
@@ -60,7 +58,7 @@ class Weights:
             raise ValueError("gradients are summed, and a sum has no weights; use average='mean'")
         if not 0 <= n_samples < float("inf"):
             raise ValueError(f"a weight must be a number of at least 0, not {n_samples}")
-        self._mine = float(n_samples)
+        self._mine: float | None = float(n_samples)
         self.uneven: bool = True
         self.in_use: bool = False
 
@@ -89,7 +87,7 @@ class Weights:
         total = sum(weights)
         if not total:
             raise ValueError("the weights of all ranks are 0, so there is no mean")
-        self.factor = weight * size if self._total else weight * size / total
+        self.factor: float = weight * size if self._total else weight * size / total
         return self.factor
 
     def forget(self) -> None:

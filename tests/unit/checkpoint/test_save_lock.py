@@ -59,7 +59,7 @@ def test_ranks_that_save_alone_leave_a_whole_checkpoint(tmp_path: Path, backend:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("backend", ["thread", "shm"])
 def test_5000_rounds_of_two_writers(tmp_path: Path, backend: str) -> None:
-    for wrong in pool(backend, 3, timeout=550).run(alone, str(tmp_path / "c"), 5000, size=2):
+    for wrong in pool(backend, 3, limit_s=550).run(alone, str(tmp_path / "c"), 5000, size=2):
         assert wrong == []
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from unisono.control.groups import Groups
-from unisono.control.key_value_store import KeyValueStore
 from unisono.control.rebuilds import RebuildRequest, Rebuilds
 from unisono.control.replies import Outgoing, failed
 from unisono.control.request_form import check_form
@@ -54,7 +53,7 @@ class ControlState:
         self._restarts = restarts
         self._on_end = on_end
         self._on_left = on_left
-        self._keys = KeyValueStore()
+        self._keys = _KeyValueStore()
         self._groups = Groups(self._group_failed, self._group_over)
         self._surveys = StatusQueries()
         self._waiting = WaitingRequests()
@@ -354,6 +353,30 @@ class ControlState:
         parts = self._groups.below(name)
         self._keys.drop(_prefixes(name), tuple(prefix for part in parts for prefix in _prefixes(part)))
         return [*self._answer_waiting(("left", name)), *self._answer_waiting(("stop", name))]
+
+
+class _KeyValueStore(dict[str, bytes]):
+    """In-memory map from keys to bytes, with the further operations of torch's stores."""
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter, which is stored as decimal text, and return its new value."""
+        total = int(self.get(key, b"0")) + amount
+        self[key] = b"%d" % total
+        return total
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        """Set the key if its value is `expected`, or if the key is absent and `expected` is empty.
+
+        Return the value after the call, or `expected` if the key is still absent.
+        """
+        if self.get(key, b"") == expected:
+            self[key] = desired
+        return self.get(key, expected)
+
+    def drop(self, prefixes: tuple[str, ...], excluded: tuple[str, ...] = ()) -> None:
+        """Delete all keys with one of these prefixes, except those with a prefix in `excluded`."""
+        for key in [key for key in self if key.startswith(prefixes) and not key.startswith(excluded)]:
+            del self[key]
 
 
 def _prefixes(name: str) -> tuple[str, ...]:

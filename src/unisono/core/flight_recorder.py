@@ -17,7 +17,6 @@ from types import CodeType, FrameType, FunctionType
 from typing import Any, Protocol
 
 from unisono.core import clock
-from unisono.core.garbage import no_collection
 from unisono.core.group import Group
 from unisono.core.life import Life
 
@@ -303,6 +302,9 @@ def thread_frames() -> dict[int, FrameType]:
     collection runs while frames are created and a finalizer releases the GIL, all threads deadlock, or a caller is read
     from memory that has been reused. So the garbage collector is off until all frames have been created.
     """
+    # Imported here, because only reports read other threads' frames.
+    from unisono.core.garbage import no_collection
+
     with _frames_lock, no_collection():
         frames = sys._current_frames()
         for frame in frames.values():

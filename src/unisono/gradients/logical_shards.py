@@ -136,8 +136,6 @@ class LogicalShards:
             raise ValueError(f"count must be a positive multiple of the {comm.size} ranks, not {count!r}")
         if init_sync:
             share([*self._named, *buffers], comm, model=self._model, hint=INIT_SYNC)
-        self.rank: int = comm.rank
-        self.size: int = comm.size
         each = count // comm.size
         self.local: range = range(comm.rank * each, (comm.rank + 1) * each)
         # If each rank's shards form one subtree, ranks all-reduce the subtrees' sums. If a rank's shards form several
@@ -152,6 +150,16 @@ class LogicalShards:
         self._comm.allow_any_thread()
         # Claim and hook the parameters last: if anything above raises, they remain free for another averager.
         self._registry.watch_gradients(self._arrive)
+
+    @property
+    def rank(self) -> int:
+        """This rank."""
+        return self._comm.rank
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self._comm.size
 
     @contextmanager
     def shard(self, number: int) -> Iterator[None]:

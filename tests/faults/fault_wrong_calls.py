@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from fault_rows import LONG_S, fault, odd
+from insides import engine_of
 
 import unisono as un
 from unisono.errors import MismatchError
@@ -154,10 +155,16 @@ def _(comm: Any) -> None:
 
 @fault("a buffer changed before wait, in check='full'", MismatchError, check="full", names_odd=False)
 def _(comm: Any) -> None:
+    engine = engine_of(comm)
+    changed = f"{engine.group.name}/changed"
     tensor = torch.ones(4)
+    if not odd(comm):
+        # Until the other ranks come, the call cannot have ended.
+        engine.control.get(changed, LONG_S)
     work = comm.all_reduce(tensor, async_op=True)
     if odd(comm):
         tensor.zero_()
+        engine.control.set(changed, b"")
     work.wait()
     comm.barrier(timeout=LONG_S)
 

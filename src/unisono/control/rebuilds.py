@@ -65,6 +65,11 @@ class Rebuilds:
         if rank is None:
             message = f"this rank is no longer a member of {name}: the other ranks continued without it"
             return [(client, failed(request, Cause("AbortedError", None, message)))]
+        size = self._groups.of(name).size
+        if len(wanted.members) != size:
+            # Check now: the list is used only later, in the request of the rank that arrives last.
+            message = f"rank {rank} listed {len(wanted.members)} members of {name}, which has {size} ranks"
+            return [(client, failed(request, Cause("CommError", rank, message)))]
         rebuild = self._open.setdefault((name, attempt), wanted)
         if not rebuild.grow:
             rebuild.size = rebuild.size or wanted.size

@@ -38,7 +38,7 @@ def test_long_heads_and_many_bodies_arrive_in_order() -> None:
 
 
 class Breaks(Mailbox):
-    """A mailbox whose resources cannot be released."""
+    """A mailbox whose resources cannot be released, and that nobody sends to."""
 
     def send(self, peer: int, head: bytes, bodies: Sequence[torch.Tensor], timeout: float) -> None:
         raise NotImplementedError

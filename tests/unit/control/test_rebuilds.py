@@ -30,6 +30,15 @@ def test_survivors_keep_their_order() -> None:
     assert rebuild(state, 0) == [(0, (100, OK, ("world~1", [0, 2]))), (2, (102, OK, ("world~1", [0, 2])))]
 
 
+def test_rank_that_lists_other_members_is_refused_alone() -> None:
+    state = world(3)
+    [(client, (request, outcome, cause))] = rebuild(state, 1, size=2)
+    assert (client, request, outcome) == (1, 101, FAILED)
+    assert "rank 1 listed 2 members of world, which has 3 ranks" in cause[2]
+    assert [rebuild(state, rank) for rank in (0, 2)] == [[], []]
+    assert [client for client, _ in rebuild(state, 1)] == [0, 1, 2]
+
+
 def test_rebuild_after_an_awaited_death() -> None:
     state = world(3)
     rebuild(state, 0)

@@ -17,7 +17,7 @@ from unisono.collectives.arguments import check_rank
 from unisono.collectives.tuning.cost_table import CostTable
 from unisono.collectives.tuning.prediction import Choice
 from unisono.comm.engine import Engine
-from unisono.comm.failures import Failures, weak_method
+from unisono.comm.failures import Failures
 from unisono.comm.mailbox import open_mailbox
 from unisono.comm.messages import Messages
 from unisono.comm.objects import check_sent, decode, encode, encode_each
@@ -30,6 +30,7 @@ from unisono.core.collective import COLLECTIVES, family_of
 from unisono.core.control import ControlPlane
 from unisono.core.failure import Cause, raise_caused, to_cause
 from unisono.core.flight_recorder import Activity, callers_place
+from unisono.core.garbage import weak_method
 from unisono.core.group import Group
 from unisono.core.step_boundaries import StepBoundaries
 from unisono.core.tensors import Buffer, check_apart, check_reducible, check_tensor, parse_op

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import weakref
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 from unisono.core.call import Fingerprint
 from unisono.core.control import ControlPlane
-from unisono.core.failure import Cause, error_of, text_of, to_cause
+from unisono.core.failure import Cause, detached, error_of, text_of, to_cause
 from unisono.core.flight_recorder import Activity
 from unisono.core.forks import invalidate_after_fork
 from unisono.core.group import Group
@@ -19,7 +16,7 @@ from unisono.core.transport import Transport
 from unisono.diagnostics.hang_report import with_hang_report
 from unisono.errors import AbortedError, ClosedError, CommError, CommTimeoutError, PeerLostError
 
-__all__ = ["Failures", "weak_method"]
+__all__ = ["Failures"]
 
 _ON_TIMEOUT = "UNISONO_ON_TIMEOUT"
 """Environment variable: "debug" holds all ranks for a debugger when a call has timed out, before it fails."""
@@ -57,6 +54,8 @@ class Failures:
         # the group.
         self._differed = False
         self._raised = False
+        # The error with which the transport ends its waits, once the group has failed.
+        self._ending: CommError | None = None
         self._process = os.getpid()
         invalidate_after_fork(self)
 
@@ -101,7 +100,8 @@ class Failures:
             # Release held ranks first, because ranks do not notice a failure while they are held.
             HOLD.go()
         if self._life.change("fail", cause):
-            self.transport.abort(error_of(cause, self._group))
+            self._ending = error_of(cause, self._group)
+            self.transport.abort(self._ending)
 
     def invalidate_after_fork(self) -> None:
         """Mark the communicator as broken in a forked child: the parent still uses the connections and shared memory.
@@ -140,6 +140,8 @@ class Failures:
 
     def _report(self, error: BaseException, operation: str | None, call: int | None) -> BaseException:
         where = operation or "the program"
+        if error is self._ending:
+            error = detached(error)
         if not self._life.closed:
             self.activity.log_event("error", f"{type(error).__name__} in {where}: {text_of(error)}".partition("\n")[0])
         if self._life.cause is None:
@@ -161,18 +163,6 @@ class Failures:
         first = known or self.control.report_failure(self._group, own)
         self.fail(first)
         return first
-
-
-def weak_method(method: Callable[..., None]) -> Callable[..., None]:
-    """Return a function that calls a method as long as its object exists, and does not keep the object alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> None:
-        found = reference()
-        if found is not None:
-            found(*args)
-
-    return call
 
 
 def _first_error(error: CommError, first: Cause, group: Group) -> CommError:

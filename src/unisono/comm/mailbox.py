@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from unisono.comm.engine import Engine
-from unisono.comm.failures import weak_method
 from unisono.core import clock
 from unisono.core.failure import Cause, error_of, to_cause
+from unisono.core.garbage import weak_method
 from unisono.core.group import Group
 from unisono.core.mail import pack, parse
 from unisono.core.tensors import view_of

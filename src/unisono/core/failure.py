@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from unisono.errors import CommError, MismatchError, PeerLostError
 __all__ = [
     "Cause",
     "connection_error",
+    "detached",
     "ended_by",
     "error_of",
     "left_error",
@@ -44,10 +46,23 @@ class Cause:
 
 
 def raise_caused(raised: BaseException, error: BaseException) -> NoReturn:
-    """Raise `raised` with `error` as its cause, unless both are the same object."""
-    if raised is not error:
+    """Raise `raised` with `error` as its cause, unless both are the same error."""
+    if raised is not error and not raised.__suppress_context__:
         raised.__cause__ = error
     raise raised
+
+
+def detached(error: CommError) -> CommError:
+    """Return a copy of an error that a transport raises repeatedly; the traceback and the notes move to the copy.
+
+    The frames of a traceback refer to the caller's models and tensors, which must not live as long as the transport.
+    """
+    found = copy.copy(error).with_traceback(error.__traceback__)
+    # Not raised "from" the original, which has the same text.
+    found.__suppress_context__ = True
+    error.__traceback__ = error.__context__ = None
+    vars(error).pop("__notes__", None)
+    return found
 
 
 def to_cause(error: BaseException, rank: int, operation: str) -> Cause:

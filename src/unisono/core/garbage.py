@@ -1,12 +1,14 @@
-"""Suspension of garbage collection."""
+"""Suspension of garbage collection, and references that do not prevent it."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
-__all__ = ["no_collection"]
+__all__ = ["no_collection", "weak_method"]
 
 
 @contextmanager
@@ -26,3 +28,19 @@ def no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def weak_method(method: Callable[..., object]) -> Callable[..., None]:
+    """Return a function that calls a method as long as its object exists, and does not keep the object alive.
+
+    Hooks that run after a gradient is added to `p.grad` must be such functions: the garbage collector does not see how
+    torch refers to these hooks, so a parameter with a hook that refers to the parameter would never be freed.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        found = reference()
+        if found is not None:
+            found(*args)
+
+    return call

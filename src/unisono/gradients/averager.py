@@ -26,8 +26,7 @@ class GradientAverager:
 
     An averager needs one line before the training loop; the loop, the model and the optimizer remain unchanged. When
     `backward()` returns, each `p.grad` is the mean over all ranks, bitwise identical on all of them. The hooks keep the
-    averager alive, so you need not keep a reference. The garbage collector can't see an averager's hooks, so an unused
-    model is freed only after `remove()`.
+    averager alive as long as the model exists, so you need not keep a reference.
 
     Collective: every rank creates an averager for the same model, and calls `backward()` the same number of times.
     Gradients are views of the averager's memory: clone a gradient to keep it past the next `backward()`.

@@ -187,7 +187,7 @@ class Averaging(PassOwner):
         # Indices of the parameters whose gradients were accumulated in no_sync and have not been averaged yet.
         self._accumulated: set[int] = set()
         # If buckets are sent during the backward pass, the first step records the order in which gradients arrive.
-        self._seen: list[torch.Tensor] | None = [] if self.buckets.background else None
+        self._seen: list[int] | None = [] if self.buckets.background else None
         self._frozen = [i for i, p in enumerate(self._parameters) if not p.requires_grad]
         self._saved: SavedGradients | None = None
         try:
@@ -251,12 +251,16 @@ class Averaging(PassOwner):
             trained = [slot for slot in slots if bucket.parameters[slot].requires_grad]
             free = [slot for slot in trained if bucket.indices[slot] not in self._hooks.stays]
             if free:
-                self._hooks.add(bucket.indices[free[-1]], partial(self._on_chunk_ready, number, free))
+                self._hooks.add(bucket.indices[free[-1]], self._on_chunk_ready, number, free)
         trained = [i for i, p in enumerate(self._parameters) if p.requires_grad]
         for index in trained:
             self._hooks.watch(index)
             if self._seen is not None and index in self.buckets.where:
-                self._hooks.add(index, self._seen.append)
+                self._hooks.add(index, self._see, index)
+
+    def _see(self, index: int, _parameter: torch.Tensor) -> None:
+        if self._seen is not None:
+            self._seen.append(index)
 
     def _on_chunk_ready(self, number: int, slots: Sequence[int], _parameter: torch.Tensor) -> None:
         """Hook on the last parameter of a chunk; runs after its gradient has been added to `p.grad`."""
@@ -416,12 +420,10 @@ class Averaging(PassOwner):
         # Create the reduction last, because learning the order replaces the buckets.
         self._reduction = Reduction(self.buckets, self._weights)
 
-    def _learn_order(self, seen: Sequence[torch.Tensor]) -> None:
+    def _learn_order(self, seen: Sequence[int]) -> None:
         """Recreate the buckets, in the order in which rank 0's gradients arrived."""
         self._seen = None
-        numbers = {id(parameter): index for index, parameter in enumerate(self._parameters)}
-        order = list(dict.fromkeys(numbers[id(parameter)] for parameter in seen))
-        self.buckets.rearrange(self.comms.control.broadcast_object(order))
+        self.buckets.rearrange(self.comms.control.broadcast_object(list(dict.fromkeys(seen))))
         self._hook_chunks()
 
     def fail(self) -> None:

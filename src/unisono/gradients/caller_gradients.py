@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from unisono.core.garbage import weak_method
+
 __all__ = ["CallerHooks", "SavedGradients"]
 
 _post_accumulate_hooks = attrgetter("_post_accumulate_grad_hooks")
@@ -79,15 +81,22 @@ class CallerHooks:
             self._handles.pop().remove()
         self._own.clear()
 
-    def add(self, index: int, after: Callable[[torch.Tensor], object]) -> None:
-        """Call `after` when a gradient has been added to p.grad of a parameter that is not frozen."""
+    def add(self, index: int, after: Callable[..., object], *args: object) -> None:
+        """Call a method when a gradient has been added to p.grad of a parameter that is not frozen.
+
+        Args:
+            index: Index of the parameter.
+            after: The method.
+            args: The method's first arguments; the last is the parameter.
+        """
         self._own[index] += 1
-        self._handles.append(self._parameters[index].register_post_accumulate_grad_hook(after))
+        hook = partial(weak_method(after), *args)
+        self._handles.append(self._parameters[index].register_post_accumulate_grad_hook(hook))
 
     def watch(self, index: int) -> None:
         """If the caller has hooks on a parameter, record whether they leave its gradient in p.grad."""
         if index in self._watched:
-            self.add(index, partial(self._look, index))
+            self.add(index, self._look, index)
 
     def _look(self, index: int, parameter: torch.Tensor) -> None:
         # Torch also calls this hook for a parameter that was frozen after its forward pass, but adds no gradient to it.

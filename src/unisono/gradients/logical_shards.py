@@ -65,8 +65,7 @@ class LogicalShards:
     shard's own gradient is reproducible: a shard's gradient depends on torch's version, kernels and number of threads,
     and on the batch shape.
 
-    Collective: every rank creates this object for the same model. The garbage collector can't see the hooks, so an
-    unused model is freed only after `remove()`.
+    Collective: every rank creates this object for the same model.
 
     Args:
         model: A module, or its parameters.

@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from unisono.communicator import Communicator
+from unisono.core.garbage import weak_method
 from unisono.core.shared_context import replaced
 from unisono.errors import ClosedError, CommError, PeerLostError
 from unisono.sharding.comms import Mesh, NotCopied, ShardComms
@@ -542,13 +543,14 @@ class GradientSharder(PassOwner):
         # For each parameter: its bucket's gradient, its slot in the bucket, the parameter, its piece, and its
         # placeholder.
         self._places: list[tuple[FlatGradient, int, torch.Tensor, ParameterPiece, ShardedGradient]] = []
+        take = weak_method(self._take)
         for number, bucket in enumerate(buckets):
             for slot, parameter in enumerate(bucket.parameters):
                 placeholder = ShardedGradient.of(parameter)
                 self._places.append((bucket.gradient, slot, parameter, bucket.pieces[slot], placeholder))
                 self._handles += [
                     parameter.register_hook(partial(self._pass.arrive, slot)),
-                    parameter.register_post_accumulate_grad_hook(partial(self._take, number, slot)),
+                    parameter.register_post_accumulate_grad_hook(partial(take, number, slot)),
                 ]
 
     def begin(self) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from torch._C._dynamo import eval_frame
 from torch.utils._pytree import tree_leaves
 
+from unisono.core.garbage import weak_method
 from unisono.errors import MismatchError
 from unisono.sharding.comms import NotCopied, ShardComms
 from unisono.sharding.flat_parameters import FlatParameters, OneStream
@@ -284,7 +285,8 @@ class Runtime(PassOwner, NotCopied):
         self._order = _GatherOrder()
         # The current backward pass, if any.
         self._running: _Pass | None = None
-        for unit in self._units:
+        arrive = weak_method(self._arrive)
+        for place, unit in enumerate(self._units):
             for module in unit.plan.modules:
                 # Use `prepend`, because a user's hook may read the parameters, and `always_call`, because a forward
                 # that raises must also free its unit.
@@ -293,9 +295,9 @@ class Runtime(PassOwner, NotCopied):
                     module.register_forward_hook(partial(self._leave, unit), always_call=True),
                 ]
             # Skip frozen parameters, because torch rejects post-accumulate-grad hooks on them.
-            for flat in unit.trained:
+            for number, flat in enumerate(unit.trained):
                 for index, parameter in enumerate(flat.parameters):
-                    hook = partial(self._arrive, unit, flat, index)
+                    hook = partial(arrive, place, number, index)
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def _change(self, event: str) -> None:
@@ -376,8 +378,10 @@ class Runtime(PassOwner, NotCopied):
             if not unit.open:
                 unit.free()
 
-    def _arrive(self, unit: Unit, flat: FlatParameters, index: int, parameter: torch.Tensor) -> None:
+    def _arrive(self, place: int, number: int, index: int, parameter: torch.Tensor) -> None:
         """Move the gradient that was added to p.grad to the unit's flat gradient."""
+        unit = self._units[place]
+        flat = unit.trained[number]
         self._pass.enter(current_pass())
         grad = parameter.grad
         # Clear p.grad now, because a freed parameter refuses access to it.

@@ -10,13 +10,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 __all__ = ["Sockets"]
 
 T = TypeVar("T")
 
 _LOOK_EVERY_S = 0.02
+_LOOK_AGAIN_EVERY_S = 0.2
 
 
 class Sockets:
@@ -58,13 +59,14 @@ class Sockets:
                 self._seen.add(_number(end))
         return fresh
 
-    def abandon(self, _references: object, works: Sequence[Any]) -> None:
+    def abandon(self, _references: object, finished: Sequence[Callable[[], bool]]) -> None:
         """Keep a gloo group alive until its collectives have ended; an earlier release would abort the process."""
         # Wait between scans: a connection that is new in one scan has been established by the next. Scan repeatedly,
         # because gloo may still make connections lazily.
         time.sleep(_LOOK_EVERY_S)
-        while self.shut() or not all(work.is_completed() for work in works):
-            time.sleep(_LOOK_EVERY_S)
+        # Without a connection to shut down, a collective ends only at gloo's own timeout, so scan less often.
+        while self.shut() or not all(is_finished() for is_finished in finished):
+            time.sleep(_LOOK_AGAIN_EVERY_S)
 
     def _accepted(self) -> Iterator[socket.socket]:
         for end in _sockets() if self._ports else ():

@@ -284,7 +284,7 @@ class TorchTransport(Transport):
             with suppress(RuntimeError):
                 (backend.abort if stuck or launching else backend.shutdown)()
         elif not self._cuda and (shut() or stuck):
-            _threads.run(partial(self._sockets.abandon, backend, [known.work for known in stuck]))
+            _threads.run(partial(self._sockets.abandon, backend, [known.is_finished for known in stuck]))
 
 
 class _DetachedGroup:
@@ -316,8 +316,10 @@ class _BackendWork(Work):
 
     def is_finished(self) -> bool:
         """Return whether torch reports that its `Work` has ended, which it never does for gloo's reduce_scatter."""
+        # Read `work` once, because a wait in another thread may drop it.
+        work = self.work
         try:
-            return self.work is None or bool(self.work.is_completed())
+            return work is None or bool(work.is_completed())
         except RuntimeError:
             # The device has failed, so the work makes no more progress.
             return True

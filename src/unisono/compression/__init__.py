@@ -8,7 +8,7 @@ Each codec is a file in `codecs`, looked up by name.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from unisono.compression.codec import CODECS, Codec, resolve
 
@@ -38,12 +38,4 @@ __all__ = [
     "topk",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name.startswith("_") or name not in CODECS:
-        raise AttributeError(f"module 'unisono.compression' has no attribute {name!r}")
-    return CODECS[name]
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *CODECS.names()})
+__getattr__, __dir__ = CODECS.attributes(__name__)

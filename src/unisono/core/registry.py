@@ -6,7 +6,8 @@ import ast
 import importlib
 import importlib.util
 import pkgutil
-from collections.abc import Collection
+import sys
+from collections.abc import Callable, Collection
 from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -95,6 +96,20 @@ class Registry(Generic[T]):
         else:
             text = self[name].__doc__
         return (text or "").partition("\n")[0]
+
+    def attributes(self, package: str) -> tuple[Callable[[str], T], Callable[[], list[str]]]:
+        """Return the functions `__getattr__` and `__dir__` for a package whose attributes include all entries.
+
+        Args:
+            package: `__name__` of the package.
+        """
+
+        def load(name: str) -> T:
+            if name.startswith("_") or name not in self:
+                raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            return self[name]
+
+        return load, lambda: sorted({*sys.modules[package].__all__, *self.names()})
 
     @property
     def _modules(self) -> tuple[str, ...]:

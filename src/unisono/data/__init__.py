@@ -8,7 +8,7 @@ Each partitioner is defined in its own file in `partitions`, and is looked up by
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from unisono.data.batches import GlobalBatchSampler
 from unisono.data.feistel import IndexShuffle
@@ -59,12 +59,4 @@ __all__ = [
     "weighted",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name.startswith("_") or name not in PARTITIONERS:
-        raise AttributeError(f"module 'unisono.data' has no attribute {name!r}")
-    return PARTITIONERS[name]
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *PARTITIONERS.names()})
+__getattr__, __dir__ = PARTITIONERS.attributes(__name__)

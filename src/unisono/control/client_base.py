@@ -229,8 +229,8 @@ class ControlClient(ControlPlane, ABC):
         self._patience_s = min(self._patience_s, _GRACE_S)
         if self._record is not None and self._members:
             group = next(iter(self._members.values())).group
-            kind, text = _end_of(error)
-            self._record.put(kind, group.name, group.rank, None, text)
+            text = "not closed" if error is None else f"{type(error).__name__}: {text_of(error)}"
+            self._record.put("exit" if error is None else "error", group.name, group.rank, None, text)
         for membership in list(self._members.values()):
             if error is not None and self._ended is None:
                 group = membership.group
@@ -395,11 +395,6 @@ class ControlClient(ControlPlane, ABC):
 
 def _forget(number: int) -> tuple[str, int]:
     return "forget", number
-
-
-def _end_of(error: BaseException | None) -> tuple[str, str]:
-    """Return the kind and text of the event to record if a program exits with open communicators."""
-    return ("exit", "not closed") if error is None else ("error", f"{type(error).__name__}: {text_of(error)}")
 
 
 def _as_seen_in(group: Group, cause: Cause, failed_rank: int | None) -> Cause:

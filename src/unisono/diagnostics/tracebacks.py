@@ -177,7 +177,7 @@ class _ErrorDisplay:
 
         If Ray has set the hook, Ray's hook is replaced, and is still called for errors that don't concern this library.
         """
-        if sys.excepthook is sys.__excepthook__ or _is_of_ray(sys.excepthook):
+        if sys.excepthook is sys.__excepthook__ or getattr(sys.excepthook, "__module__", "").partition(".")[0] == "ray":
             self._others = sys.excepthook
             sys.excepthook = self.excepthook
 
@@ -249,11 +249,6 @@ class _ErrorDisplay:
         """Return whether this process is one of several ranks, or the error has frames from this library."""
         frames = traceback.walk_tb(error.__traceback__)
         return self._rank is not None or any(is_internal(frame.f_code.co_filename) for frame, _ in frames)
-
-
-def _is_of_ray(hook: Callable[..., Any]) -> bool:
-    """Return whether Ray has set its own hook for uncaught errors, which prints all frames."""
-    return getattr(hook, "__module__", "").partition(".")[0] == "ray"
 
 
 _display = _ErrorDisplay()

@@ -86,29 +86,27 @@ def visible() -> int:
 
 def quota() -> float | None:
     """Return the number of processors that this process's cgroups allow; None if there is no limit."""
-    of = {name: path for _, names, path in _memberships() for name in names.split(",")}
+    memberships = [line.split(":", 2) for line in _read(_GROUP).splitlines() if line.count(":") >= 2]
+    of = {name: path for _, names, path in memberships for name in names.split(",")}
     # Read the limits of cgroups version 2, whose hierarchy has an empty name, and of version 1.
     texts = [_read(group / "cpu.max") for group in _upwards(_V2, of.get("", "/"))]
     texts += [
         _read(group / "cpu.cfs_quota_us") + _read(group / "cpu.cfs_period_us")
         for group in _upwards(_V1, of.get("cpu", "/"))
     ]
-    limits = [int(words[0]) / int(words[1]) for text in texts if _is_limit(words := text.split())]
+    # A text such as "max 100000" sets no limit.
+    limits = [
+        int(words[0]) / int(words[1])
+        for text in texts
+        if len(words := text.split()) == 2 and all(map(str.isdecimal, words)) and int(words[1]) > 0
+    ]
     return min(limits, default=None)
-
-
-def _memberships() -> list[list[str]]:
-    return [line.split(":", 2) for line in _read(_GROUP).splitlines() if line.count(":") >= 2]
 
 
 def _upwards(root: Path, path: str) -> list[Path]:
     """Return the folders of a cgroup and of all its ancestors."""
     own = root / path.lstrip("/")
     return [folder for folder in (own, *own.parents) if folder.is_relative_to(root)]
-
-
-def _is_limit(words: list[str]) -> bool:
-    return len(words) == 2 and all(word.isdecimal() for word in words) and int(words[1]) > 0
 
 
 Binding = Literal["none", "numa", "core"]

@@ -55,7 +55,8 @@ class LogWriter:
         if self.closed:
             return
         head = encode((key, value))
-        bodies = [_bytes_of(tensor) for tensor in tensors]
+        arrays = [tensor.detach().contiguous().cpu() for tensor in tensors]
+        bodies = [memoryview(view_of(array)) if array.numel() else memoryview(b"") for array in arrays]
         length = sum(map(len, bodies))
         content = xxhash.xxh3_64(head)
         for body in bodies:
@@ -74,10 +75,6 @@ class LogWriter:
         with self._lock:
             self.closed = True
             self._file.close()
-
-
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(view_of(tensor.detach().contiguous().cpu())) if tensor.numel() else memoryview(b"")
 
 
 class LogEntry(NamedTuple):

@@ -527,7 +527,9 @@ class TerminationDetector:
         self._reports.setdefault(wave, {})[peer] = report
         now = self._reports[wave]
         before = self._reports.get(wave - 1)
-        if any(other not in now for other in alive) or not _even(now, alive):
+        # Every rank in `alive` has reported, and every call between these ranks has been served.
+        even = all(other in now for other in alive) and all(now[a][0][b] == now[b][1][a] for a in alive for b in alive)
+        if not even:
             return [], CONFIRM, wave
         if before is not None and all(before.get(other) == now[other] for other in alive):
             return alive, CLOSE, wave
@@ -545,8 +547,3 @@ class TerminationDetector:
                     self._box.send(peer, control_message(kind, words), (), _SEND_S)
         if self._rank in peers:
             self.arrived(self._rank, kind, words)
-
-
-def _even(reports: dict[int, _Report], alive: list[int]) -> bool:
-    """Return whether every call between the ranks in `alive` has been served."""
-    return all(reports[a][0][b] == reports[b][1][a] for a in alive for b in alive)

@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from types import FrameType
 from typing import Any
 
 from unisono.communicator import Communicator
@@ -85,7 +84,9 @@ def _end(running: dict[int, int], stopped: set[int]) -> bool:
     """
     frames = thread_frames()
     for thread in set(running.copy().values()) - stopped:
-        if not _imports(frames.get(thread)):
+        # Skip a thread that is importing, or waits for an import.
+        stack = traceback.walk_stack(frames.get(thread))
+        if not any(frame.f_code.co_filename.startswith("<frozen importlib") for frame, _ in stack):
             # The exception interrupts only Python code; a thread that is blocked in C code exits only with this
             # process.
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
@@ -97,11 +98,6 @@ def _end_importing(running: dict[int, int], stopped: set[int]) -> None:
     """Stop the remaining threads once they have finished importing."""
     while _end(running, stopped):
         time.sleep(_IMPORTING_S)
-
-
-def _imports(frame: FrameType | None) -> bool:
-    """Return whether a thread is importing, or waits for an import."""
-    return any(each.f_code.co_filename.startswith("<frozen importlib") for each, _ in traceback.walk_stack(frame))
 
 
 def overdue(limit_s: float, stacks: Mapping[int, str]) -> CommTimeoutError:

@@ -24,12 +24,9 @@ def chunks(size: int) -> int:
     return 1
 
 
-def _halving(rank: int, step: int, size: int) -> int:
-    return swinging(rank, size.bit_length() - 2 - step, size)
-
-
 def steps(rank: int, size: int) -> Iterator[Step]:
-    yield from exchanges(rank, size, _halving)
+    # Swing's steps in reverse order.
+    yield from exchanges(rank, size, lambda rank, step, size: swinging(rank, size.bit_length() - 2 - step, size))
 
 
 def cost(size: int, numel: int) -> Cost:

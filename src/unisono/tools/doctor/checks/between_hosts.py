@@ -41,7 +41,8 @@ def check(target: Target) -> Iterator[Finding]:
         f"unisono doctor --hosts {','.join(target.hosts)}   # on {others} at the same time, with the same "
         f"UNISONO_SECRET; open port {target.port} of {first} (or --port), and ports from 1024 on between all hosts"
     )
-    options = ["--meet", _url(first, target.port), "--rank", str(rank), "--size", str(len(target.hosts))]
+    host = f"[{first}]" if ":" in first else first
+    options = ["--meet", f"tcp://{host}:{target.port}", "--rank", str(rank), "--size", str(len(target.hosts))]
     for finding in tried({"gloo": fix}, target.limit_s, options):
         yield replace(finding, text=f"this is host {rank} of {len(target.hosts)}; {finding.text}")
 
@@ -57,7 +58,3 @@ def _own_number(target: Target) -> int | Finding:
         return problem(f"{' and '.join(target.hosts[rank] for rank in own)} are all addresses of this host", command)
     here = ", ".join(own_addresses())
     return problem(f"none of {', '.join(target.hosts)} is an address of this host, which has {here}", command)
-
-
-def _url(host: str, port: int) -> str:
-    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"

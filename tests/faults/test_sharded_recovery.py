@@ -200,7 +200,7 @@ def test_newcomer_that_is_a_process(kind: str) -> None:
         while training.going.step < STEPS:
             training.step(samples)
         weights = training.weights()
-        return weights, newcomer.communicate(timeout=60)[0] if newcomer is not None else ""
+        return weights, newcomer.communicate(timeout=300)[0] if newcomer is not None else ""
 
     ends, wanted = launched(program, 2, "shm", timeout=60.0), alone(kind)
     assert all(close(weights, wanted) for weights, _ in ends)

@@ -62,7 +62,7 @@ def test_ranks_of_both_hosts_report_it(network: Network, tmp_path: Path, check: 
         for host in range(2)
     ]
     try:
-        said = [agent.communicate(timeout=100)[0] for agent in agents]
+        said = [agent.communicate(timeout=300)[0] for agent in agents]
     finally:
         for agent in agents:
             agent.kill()

@@ -30,7 +30,7 @@ STUB = (
 def run(first: str, autoload: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": autoload}
     command = [sys.executable, "-c", f"{first}\n{PROGRAM}"]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.mark.parametrize("first", ["", pytest.param("import unisono.interop", marks=pytest.mark.soak)])

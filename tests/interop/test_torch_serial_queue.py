@@ -103,5 +103,5 @@ def test_exit_finishes_all_queues_although_another_thread_makes_more() -> None:
     threading.Thread(target=make, daemon=True).start()
     """
     command = [sys.executable, "-c", textwrap.dedent(program)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert ended.stderr == ""

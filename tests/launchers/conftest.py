@@ -66,7 +66,7 @@ def start() -> Iterator[Start]:
     for process in started:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.communicate(timeout=30)
+        process.communicate(timeout=300)
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def doctor(start: Start) -> Callable[..., Seen]:
 @pytest.fixture
 def namespaces() -> Callable[[str], tuple[str, ...]]:
     """The beginning of a command that runs after some lines of shell, in namespaces of its own."""
-    tried = subprocess.run([*ALONE, "true"], capture_output=True, text=True, timeout=20, check=False)
+    tried = subprocess.run([*ALONE, "true"], capture_output=True, text=True, timeout=300, check=False)
     if tried.returncode:
         pytest.skip(f"this kernel or user may not make namespaces: {tried.stderr.strip()}")
 

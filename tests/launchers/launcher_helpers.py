@@ -58,14 +58,14 @@ def task(rank: int, size: int, **more: str) -> dict[str, str]:
     }
 
 
-def finish(process: subprocess.Popen[str], timeout_s: float = 60.0) -> str:
+def finish(process: subprocess.Popen[str], timeout_s: float = 300.0) -> str:
     """Return the output of a program after it has succeeded."""
     out, err = process.communicate(timeout=timeout_s)
     assert process.returncode == 0, f"exit status {process.returncode}\n{out}\n{err}"
     return out
 
 
-def expect(condition: Callable[[], object], what: str, within_s: float = 30.0) -> None:
+def expect(condition: Callable[[], object], what: str, within_s: float = 100.0) -> None:
     """Wait for a condition, and fail if it does not hold in time."""
     assert wait_until(condition, within_s), f"waited {within_s} s for this: {what}"
 

@@ -89,7 +89,7 @@ def examined(start: Start, network: Network, *words: str) -> list[list[dict[str,
     command += ["--hosts", ",".join(network.addresses)]
     found = []
     for process in [start(network.command(host, *command)) for host in range(2)]:
-        out, err = process.communicate(timeout=100)
+        out, err = process.communicate(timeout=300)
         assert f"Run this on each of {network.addresses[0]}" in err
         found.append(json.loads(out)["findings"])
     return found

@@ -250,6 +250,6 @@ def test_ray_failure_ends_all_ranks(start: Start, folder: Path) -> None:
         TRAIN + "\nif place.rank == 1:\n    raise KeyError('weights')\nimport signal\nsignal.pause()"
     )
     done = start([sys.executable, "on_ray.py"], env(folder), folder)
-    _, err = done.communicate(timeout=60)
+    _, err = done.communicate(timeout=300)
     assert done.returncode == 1
     assert "KeyError: 'weights'" in err

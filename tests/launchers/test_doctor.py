@@ -93,5 +93,5 @@ def test_rejected_arguments(words: list[str], sentence: str, capsys: pytest.Capt
 
 def test_ascii_terminal(start: Start) -> None:
     done = start([*DOCTOR, "memory"], {"PYTHONIOENCODING": "ascii"})
-    out, err = done.communicate(timeout=60)
+    out, err = done.communicate(timeout=300)
     assert "ok memory" in out, err

@@ -80,7 +80,7 @@ def test_valid_launcher_environments(monkeypatch: pytest.MonkeyPatch, variables:
 def test_one_rank_runs_checks_under_torchrun(start: Start) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     done = start([*torchrun, "-m", "unisono", "doctor", "launcher", "--backend", "mpi", "--json"])
-    out, _ = done.communicate(timeout=100)
+    out, _ = done.communicate(timeout=300)
     assert done.returncode == 1
     assert out.count("backend mpi was requested, but torchrun has started the ranks") == 1
 

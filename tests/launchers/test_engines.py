@@ -325,7 +325,7 @@ def test_futures_of_mpi(start: Any, tmp_path: Path) -> None:
 
     (tmp_path / "program.py").write_text(MPI_PROGRAM)
     command = [find_mpirun(), "-n", "3", sys.executable, "-m", "mpi4py.futures", tmp_path / "program.py"]
-    out, err = start(command, mpirun_environment(os.environ, crowded=True)).communicate(timeout=60)
+    out, err = start(command, mpirun_environment(os.environ, crowded=True)).communicate(timeout=300)
     assert "[(0, 2, 'shm'), (1, 2, 'shm')]" in out, err
 
 

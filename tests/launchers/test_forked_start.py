@@ -103,7 +103,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(*words: str, start: str = "fork", **options: Any) -> subprocess.CompletedProcess[str]:
     command = [*RUN, "-n", "2", "--start", start, *words]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=100, **options)
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=300, **options)
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_exit_statuses_and_sentences(folder: Path) -> None:
     lines = [f"if os.environ['RANK'] == '{rank}':\n    {line}\n" for rank, line in enumerate(ENDS)]
     (folder / "end.py").write_text(f"import os, sys\n{''.join(lines)}")
     command = [*RUN, "-n", str(len(ENDS)), "--start", "fork", "--on-failure", "continue", "--json", "end.py"]
-    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100)
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
     result = json.loads(ended.stdout)
     assert result["ranks"] == {str(rank): status for rank, (status, _) in enumerate(ENDS.values())}
     # All have failed, so the job has failed as the first of them.
@@ -243,7 +243,7 @@ def started(folder: Path) -> tuple[subprocess.Popen[str], list[int], int]:
 def test_signal_lets_forked_ranks_save(folder: Path) -> None:
     job, pids, template = started(folder)
     job.terminate()
-    job.communicate(timeout=30)
+    job.communicate(timeout=300)
     assert job.returncode == 128 + signal.SIGTERM
     assert len([*folder.glob("saved-*")]) == 2
     assert wait_until(lambda: not any(map(is_running, (*pids, template))))
@@ -253,7 +253,7 @@ def test_signal_lets_forked_ranks_save(folder: Path) -> None:
 def test_forked_ranks_end_with_their_launcher(folder: Path) -> None:
     job, pids, template = started(folder)
     job.kill()
-    job.communicate(timeout=30)
+    job.communicate(timeout=300)
     assert wait_until(lambda: not any(map(is_running, (*pids, template))))
 
 
@@ -261,7 +261,7 @@ def test_forked_ranks_end_with_their_launcher(folder: Path) -> None:
 def test_loss_of_the_process_that_forked_them_ends_the_ranks(folder: Path) -> None:
     job, pids, template = started(folder)
     os.kill(template, signal.SIGKILL)
-    said = job.communicate(timeout=30)[1]
+    said = job.communicate(timeout=300)[1]
     assert job.returncode == 128 + signal.SIGKILL
     assert "was ended by SIGKILL" in said
     assert wait_until(lambda: not any(map(is_running, pids)))
@@ -290,7 +290,7 @@ def test_interrupt_while_torch_is_imported_ends_the_job(folder: Path) -> None:
     job = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert wait_until((folder / "importing").exists, 60.0)
     job.send_signal(signal.SIGINT)
-    out, said = job.communicate(timeout=30)
+    out, said = job.communicate(timeout=300)
     assert (job.returncode, out) == (128 + signal.SIGINT, "")
     assert "Traceback" not in said
 
@@ -330,7 +330,7 @@ def test_failed_import_is_left_to_the_ranks(folder: Path) -> None:
 @pytest.mark.parametrize("flags", [["-W", "error"], ["-X", "importtime"]])
 def test_flags_that_watch_the_whole_process_are_refused(flags: list[str]) -> None:
     command = [sys.executable, *flags, "-m", "unisono", "run", "-n", "2", "--start", "fork", "surroundings.py"]
-    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 2
     assert "unisono run: --start fork cannot fork these ranks: Python has -W, -X, -v or -i" in ended.stderr
 

@@ -100,7 +100,7 @@ class Job:
         return any(process.poll() is not None for process in self.processes)
 
     def _words(self) -> list[tuple[str, str]]:
-        return [process.communicate(timeout=30) for process in self.processes]
+        return [process.communicate(timeout=300) for process in self.processes]
 
     def enough(self) -> None:
         (self._folder / "enough").touch()

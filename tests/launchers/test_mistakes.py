@@ -30,7 +30,7 @@ NAMED = {mistake.name: mistake for mistake in MISTAKES}
 
 def run(folder: Path, *command: str) -> str:
     """Return what a program prints."""
-    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=100, cwd=folder)
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300, cwd=folder)
     return ended.stdout + ended.stderr
 
 

@@ -415,7 +415,7 @@ def test_recipe_of_mpi_runs_as_it_stands(start: Any, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(programs("mpi-futures.md")[0])
     command = [find_mpirun(), "-n", "3", sys.executable, "-m", "mpi4py.futures", tmp_path / "script.py"]
     program = start(command, mpirun_environment(os.environ, crowded=True))
-    _, err = program.communicate(timeout=100)
+    _, err = program.communicate(timeout=300)
     assert program.returncode == 0, err
 
 
@@ -439,6 +439,6 @@ if __name__ == "__main__":
 def test_futures_of_mpi_by_name(start: Any, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(MPI_PROGRAM)
     command = [find_mpirun(), "-n", "3", sys.executable, "-m", "mpi4py.futures", tmp_path / "program.py"]
-    out, err = start(command, mpirun_environment(os.environ, crowded=True)).communicate(timeout=60)
+    out, err = start(command, mpirun_environment(os.environ, crowded=True)).communicate(timeout=300)
     assert "[(0, 2, 'shm'), (1, 2, 'shm')]" in out, err
     assert "this MPI job has 2 workers for 3 ranks; start it by mpirun -n 4 python -m mpi4py.futures" in out

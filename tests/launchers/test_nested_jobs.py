@@ -54,7 +54,7 @@ with un.init(timeout=60) as comm:
     if how == "plain" and comm.rank > 0:
         places = []
     children = [subprocess.Popen(command, env={**os.environ, **place}, stdout=-1, text=True) for place in places]
-    said = "".join(child.communicate(timeout=90)[0] for child in children)
+    said = "".join(child.communicate(timeout=300)[0] for child in children)
     print("".join(line + "\\n" for line in said.splitlines() if line.startswith("inner")), end="", flush=True)
     comm.barrier(timeout=100)
 """

@@ -81,7 +81,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "unisono", "run", *words]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=90)
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
 
 
 @pytest.mark.soak
@@ -157,7 +157,7 @@ def test_interrupt_of_a_starting_rank_prints_no_traceback(folder: Path) -> None:
     command = ["env", "--default-signal=INT", sys.executable, "-m", "unisono", "run", "-n", "2"]
     command += ["--start", "plain", "train.py"]
     environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
-    ended = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=60)
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, env=environment, timeout=300)
     assert ended.returncode == 128 + signal.SIGINT
     assert "Traceback" not in ended.stderr
     assert "of 2] was ended by SIGINT" in ended.stderr
@@ -180,7 +180,7 @@ def test_ranks_end_with_their_launcher(folder: Path, how: signal.Signals, what: 
     assert wait_until(lambda: all(file.exists() and file.read_text() for file in files), 60.0)
     ranks = [int(file.read_text()) for file in files]
     launcher.send_signal(how)
-    said = launcher.communicate(timeout=30)[1]
+    said = launcher.communicate(timeout=300)[1]
     assert wait_until(lambda: not any(map(is_running, ranks)))
     assert "Traceback" not in said
 

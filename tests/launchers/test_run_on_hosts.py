@@ -76,7 +76,7 @@ def command(folder: Path, *words: str, hosts: str = "far,farther:3") -> list[str
 
 def run(folder: Path, *words: str, hosts: str = "far,farther:3", **options: Any) -> subprocess.CompletedProcess[str]:
     line = command(folder, *words, hosts=hosts)
-    return subprocess.run(line, check=False, capture_output=True, text=True, timeout=100, **options)
+    return subprocess.run(line, check=False, capture_output=True, text=True, timeout=300, **options)
 
 
 @pytest.mark.parametrize("how", [pytest.param("plain", marks=pytest.mark.soak), "fork"])
@@ -104,7 +104,7 @@ def test_output_passes_whole(folder: Path) -> None:
         "os.write(2, b'\\xff bytes\\nno end')\n"
     )
     line = command(folder, "--no-prefix", "print.py", hosts="far:2")
-    ended = subprocess.run(line, check=True, capture_output=True, timeout=100)
+    ended = subprocess.run(line, check=True, capture_output=True, timeout=300)
     expected = [f"{rank} {number}" for rank in range(2) for number in range(20000)]
     assert sorted(ended.stdout.decode().splitlines()) == sorted(expected)
     assert ended.stderr.count(b"\xff bytes\n") == 2
@@ -145,7 +145,7 @@ def started(
 ) -> tuple[subprocess.Popen[str], dict[int, list[int]], dict[int, int]]:
     """Start four ranks that wait; return the job, the processes of each rank, and the parent of each rank."""
     job = start(line)
-    assert wait_until(lambda: len([*folder.glob("pids-*")]) == 4, 60.0), job.communicate(timeout=60)
+    assert wait_until(lambda: len([*folder.glob("pids-*")]) == 4, 60.0), job.communicate(timeout=300)
     found = {int(path.name[5:]): [int(word) for word in path.read_text().split()] for path in folder.glob("pids-*")}
     return job, {rank: pids[:2] for rank, pids in found.items()}, {rank: pids[2] for rank, pids in found.items()}
 
@@ -170,7 +170,7 @@ def test_nothing_is_left_of_a_launcher_that_was_killed(start: Start, folder: Pat
     job, pids, _ = started(start, folder, command(folder, "--start", how, "wait.py"))
     running = everything(job, pids)
     job.kill()
-    job.communicate(timeout=30)
+    job.communicate(timeout=300)
     assert wait_until(lambda: not any(map(is_running, running)))
 
 
@@ -180,7 +180,7 @@ def test_signals_reach_ranks_on_all_hosts(start: Start, folder: Path, number: si
     job, pids, _ = started(start, folder, command(folder, "--grace", "5", "wait.py"))
     running = everything(job, pids)
     job.send_signal(number)
-    job.communicate(timeout=30)
+    job.communicate(timeout=300)
     assert job.returncode == 128 + number
     if number == signal.SIGTERM:
         assert len([*folder.glob("saved-*")]) == 4
@@ -196,7 +196,7 @@ def test_lost_host_is_named(start: Start, folder: Path) -> None:
     assert parents[0] != parents[1] == parents[2] == parents[3]
     running = everything(job, pids)
     os.kill(parents[1], signal.SIGKILL)
-    said = job.communicate(timeout=30)[1].splitlines()
+    said = job.communicate(timeout=300)[1].splitlines()
     assert said[0] == f"host farther, with ranks 1 to 3 of 4, was lost: {folder}/ssh was ended by SIGKILL"
     assert len(said) <= 12
     assert job.returncode == 128 + signal.SIGKILL
@@ -322,7 +322,7 @@ def across(request: pytest.FixtureRequest, network: Network, folder: Path) -> It
     yield lambda *words: network.command(0, *RUN, "--ssh", ssh, "--hosts", hosts, *words)
     if daemon is not None:
         daemon.kill()
-        daemon.communicate(timeout=30)
+        daemon.communicate(timeout=300)
 
 
 def secure_shell(network: Network, folder: Path) -> tuple[str, subprocess.Popen[bytes]]:
@@ -355,7 +355,7 @@ def secure_shell(network: Network, folder: Path) -> tuple[str, subprocess.Popen[
 def test_ranks_of_two_hosts_meet(across: Callable[..., list[str]], network: Network) -> None:
     environment = {**os.environ, "UNISONO_INTERFACE": "eth0"}
     line = across("--start", "fork", "meet.py")
-    ended = subprocess.run(line, check=False, capture_output=True, text=True, timeout=100, env=environment)
+    ended = subprocess.run(line, check=False, capture_output=True, text=True, timeout=300, env=environment)
     assert ended.returncode == 0, ended.stderr
     expected = [f"[{rank}] [0, 1, 2, 3] {network.addresses[rank // 2]} eth0" for rank in range(4)]
     assert sorted(ended.stdout.splitlines()) == expected
@@ -366,7 +366,7 @@ def test_ranks_of_two_hosts_meet(across: Callable[..., list[str]], network: Netw
 def test_sums_of_two_hosts(across: Callable[..., list[str]], how: str) -> None:
     environment = {**os.environ, "UNISONO_INTERFACE": "eth0"}
     line = across("--start", how, "train.py")
-    ended = subprocess.run(line, check=False, capture_output=True, text=True, timeout=100, env=environment)
+    ended = subprocess.run(line, check=False, capture_output=True, text=True, timeout=300, env=environment)
     assert ended.returncode == 0, ended.stderr
     expected = [f"[{rank}] shm+tcp ((0, 1), (2, 3)) [6.0] eth0" for rank in range(4)]
     assert sorted(ended.stdout.splitlines()) == expected
@@ -380,7 +380,7 @@ def test_no_host_keeps_ranks_of_a_launcher_that_was_killed(
     job, pids, _ = started(start, folder, across("--start", how, "wait.py"))
     running = everything(job, pids)
     job.kill()
-    job.communicate(timeout=30)
+    job.communicate(timeout=300)
     assert wait_until(lambda: not any(map(is_running, running)))
 
 
@@ -403,7 +403,7 @@ def test_ranks_end_with_the_connection(
             process = parent_of[process]
     os.kill(process, signal.SIGKILL)
     assert wait_until(lambda: not any(is_running(pid) for rank in (2, 3) for pid in pids[rank]))
-    said = job.communicate(timeout=30)[1].splitlines()
+    said = job.communicate(timeout=300)[1].splitlines()
     assert f"host {network.addresses[1]}, with ranks 2 to 3 of 4, was lost" in said[0]
     assert wait_until(lambda: not any(map(is_running, running)))
 
@@ -425,7 +425,7 @@ def test_death_of_a_host_is_named(
     assert {*pids[2], *pids[3]} <= {*dead}
     for pid in dead:
         os.kill(pid, signal.SIGKILL)
-    said = job.communicate(timeout=30)[1].splitlines()
+    said = job.communicate(timeout=300)[1].splitlines()
     assert f"host {network.addresses[1]}, with ranks 2 to 3 of 4, was lost" in said[0]
     assert len(said) <= 12
     assert wait_until(lambda: not any(map(is_running, running)))

@@ -243,8 +243,8 @@ MEET = """
 import sys
 from unisono.bootstrap import find
 from unisono.core.group import Group
-place = find(timeout_s=20.0)
-said = place.control.exchange(Group.world(place.rank, place.size, place.name), "x", (place.rank, place.local_rank), 20)
+place = find(timeout_s=100.0)
+said = place.control.exchange(Group.world(place.rank, place.size, place.name), "x", (place.rank, place.local_rank), 100)
 print(said, place.name, place.source)
 place.close()
 """
@@ -253,7 +253,7 @@ place.close()
 def test_two_steps_of_a_job_are_separate(start: Start) -> None:
     steps = [(number, rank) for number in (0, 1) for rank in (0, 1)]
     tasks = [start([sys.executable, "-c", MEET], task(rank, 2, SLURM_STEP_ID=str(step))) for step, rank in steps]
-    for (number, rank), (out, err) in zip(steps, [one.communicate(timeout=60) for one in tasks], strict=True):
+    for (number, rank), (out, err) in zip(steps, [one.communicate(timeout=300) for one in tasks], strict=True):
         assert not err
         assert out.startswith(f"[(0, 0), (1, 1)] slurm200505.{number}-world1 rank {rank} of 2")
 
@@ -264,9 +264,9 @@ def test_two_steps_at_one_port_are_separate(start: Start, port: int) -> None:
     first = start([sys.executable, "-c", MEET], task(0, 2, **same))
     with socket.socket() as probe:
         expect(lambda: probe.connect_ex(("127.0.0.1", port)) == 0, "rank 0 listens")
-    other = start([sys.executable, "-c", MEET.replace("20.0", "1.0")], task(1, 2, SLURM_STEP_ID="1", **same))
-    _, err = other.communicate(timeout=60)
+    other = start([sys.executable, "-c", MEET.replace("100.0", "1.0")], task(1, 2, SLURM_STEP_ID="1", **same))
+    _, err = other.communicate(timeout=300)
     assert "waited 1.0 s in init for rank 0" in err
     assert "step 200505.1 has 2 tasks on 1 node(s), of which gnode10 is the first" in err
     last = start([sys.executable, "-c", MEET], task(1, 2, **same))
-    assert [one.communicate(timeout=60)[0][:16] for one in (first, last)] == ["[(0, 0), (1, 1)]"] * 2
+    assert [one.communicate(timeout=300)[0][:16] for one in (first, last)] == ["[(0, 0), (1, 1)]"] * 2

@@ -53,7 +53,7 @@ def start() -> Iterator[Start]:
     yield one
     for process in started:
         process.kill()
-        process.communicate(timeout=30)
+        process.communicate(timeout=300)
 
 
 @pytest.fixture

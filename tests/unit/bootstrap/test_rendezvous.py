@@ -83,7 +83,7 @@ def test_three_processes_and_three_worlds(start: Start, tmp_path: Path, port: in
     urls = {"tcp": f"tcp://localhost:{port}", "file": f"file://{tmp_path}/meet", "env": "env"}
     env = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)} if method == "env" else {}
     ranks = [start(RANK, urls[method], rank, 3, env={**env, "RANK": str(rank)} if env else env) for rank in range(3)]
-    said = [rank.communicate(timeout=60) for rank in ranks]
+    said = [rank.communicate(timeout=300) for rank in ranks]
     assert [error for _, error in said] == [""] * 3
     for rank, (lines, _) in enumerate(said):
         names = [f"{[(r, name) for r in range(3)]} 127.0.0.1 {rank == 0}" for name in ("world2", "world1")]
@@ -112,7 +112,7 @@ for place in places:
 """
     )
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    done = subprocess.run(command, timeout=100, check=False, capture_output=True, text=True)
+    done = subprocess.run(command, timeout=300, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for rank in range(2):
         said = (tmp_path / f"said {rank}").read_text()

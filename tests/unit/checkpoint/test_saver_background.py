@@ -275,7 +275,7 @@ def test_failed_save_is_printed_at_exit(
     if launched:
         code = main(["run", "-n", "1", str(script)])
     else:
-        code = subprocess.run([sys.executable, str(script)], check=False, timeout=60).returncode
+        code = subprocess.run([sys.executable, str(script)], check=False, timeout=300).returncode
     printed = "".join(capfd.readouterr())
     assert re.search(rf"(CheckpointError|StorageError).*({REFUSED})", printed), printed
     assert bool(code) == bool(launched or end == "comm.close()")

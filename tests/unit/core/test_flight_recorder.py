@@ -49,7 +49,7 @@ def test_a_collection_meanwhile_is_no_deadlock(start: Start) -> None:
         print(gc.isenabled())
         """
     )
-    assert process.communicate(timeout=60) == ("True\n", "")
+    assert process.communicate(timeout=300) == ("True\n", "")
 
 
 @pytest.fixture

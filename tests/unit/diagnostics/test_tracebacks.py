@@ -89,7 +89,7 @@ def run_ranks(folder: Path, program: str, **environment: str) -> list[str]:
             pass_fds=[written],
         )
         os.close(written)
-        return [first.communicate(timeout=60)[1], second.read()]
+        return [first.communicate(timeout=300)[1], second.read()]
 
 
 def test_a_mismatch_shows_the_users_lines_once(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_all_frames_are_shown_if_asked_for(tmp_path: Path) -> None:
 def test_launch_shows_the_ranks_lines_after_the_callers(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LAUNCHED)
     command = [sys.executable, tmp_path / "train.py"]
-    ended = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True, timeout=60)
+    ended = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True, timeout=300)
     lines = ended.stderr.splitlines()
     assert lines[0].startswith("Traceback (most recent call last; ")
     assert [line.rpartition(", in ")[2] for line in lines if line.startswith("  File ")] == ["<module>", "program"]
@@ -239,7 +239,7 @@ def test_error_of_the_program_alone_is_left_to_the_hook_of_ray(capsys: pytest.Ca
 def test_hook_of_ray_shows_only_errors_that_do_not_concern_ranks(whose: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(RAY)
     command = [sys.executable, "program.py", whose]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, check=False)
     if whose == "others":
         assert ended.stderr == "Ray shows of the program alone\n"
     else:

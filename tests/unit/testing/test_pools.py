@@ -349,7 +349,7 @@ def test_ranks_end_with_their_process() -> None:
         print(*pool("gloo", 2).run(lambda comm: os.getpid()))
     """
     command = [sys.executable, "-c", textwrap.dedent(program)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     for pid in map(int, done.stdout.split()):
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)

@@ -162,7 +162,7 @@ def test_drawn_tensors_are_as_requested(data: st.DataObject) -> None:
 @pytest.mark.soak
 def test_missing_extra_is_a_short_error() -> None:
     program = "import sys; sys.modules['hypothesis'] = None; import unisono as un; un.testing.strategies"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
     assert f"UnavailableError: strategies need Hypothesis: {install_command('testing')}" in done.stderr
 
 

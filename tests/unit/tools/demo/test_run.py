@@ -40,7 +40,7 @@ def demo(*options: object) -> int:
 @pytest.mark.soak
 def test_command_line() -> None:
     command = [sys.executable, "-W", "error", "-m", "unisono", "demo"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     assert f"2 ranks, backend {'gloo' if why_no_shm() else 'shm'}" in done.stdout

@@ -163,7 +163,7 @@ for thread in threading.enumerate():
 
 def test_simulated_hosts_use_no_thread_of_an_earlier_program() -> None:
     # A new interpreter, in which the exchanges of the first program start their threads.
-    subprocess.run([sys.executable, "-c", SEVERAL_PROGRAMS], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", SEVERAL_PROGRAMS], check=True, timeout=300)
 
 
 def test_pair_has_a_name() -> None:

@@ -55,6 +55,7 @@ class LogWriter:
         if self.closed:
             return
         head = encode((key, value))
+        # Keep the copies: a view does not keep its tensor alive.
         arrays = [tensor.detach().contiguous().cpu() for tensor in tensors]
         bodies = [memoryview(view_of(array)) if array.numel() else memoryview(b"") for array in arrays]
         length = sum(map(len, bodies))

@@ -17,6 +17,7 @@ from recorded_programs import apart, equal, flipped, model_of, plain, program, w
 
 import unisono as un
 from unisono.errors import CommError, CommTimeoutError, MismatchError, PeerLostError, UnavailableError
+from unisono.recording.log import Log, LogWriter
 from unisono.testing import pool
 from unisono.tools.cli import main
 
@@ -34,6 +35,18 @@ def check_seeds(backend: str, seeds: Iterable[int], folder: Path) -> None:
 @pytest.mark.parametrize(("backend", "seeds"), [("shm", (0, 1, 2)), ("tcp", (0, 2)), ("gloo", (0, 1))])
 def test_random_programs_are_the_same_alone(backend: str, seeds: Iterable[int], tmp_path: Path) -> None:
     check_seeds(backend, seeds, tmp_path)
+
+
+def test_a_log_holds_the_bytes_of_tensors_that_it_must_copy(tmp_path: Path) -> None:
+    log = LogWriter(tmp_path / "rank0.record")
+    given = [torch.full((300, 200), float(number)).t() for number in range(3)]
+    log.put(("call",), None, given)
+    log.close()
+    entry = Log(tmp_path / "rank0.record").take(("call",))
+    assert entry is not None
+    found = [torch.empty(200, 300) for _ in given]
+    entry.copy_to(found)
+    assert equal(found, given)
 
 
 @pytest.mark.soak
@@ -336,7 +349,7 @@ def record_here(folder: Path, script: Path) -> None:
 
 def record_job(folder: Path, script: Path) -> None:
     job = [sys.executable, "-m", "unisono", "run", "-n", "2", str(script), str(folder), "1"]
-    subprocess.run(job, check=True, capture_output=True, timeout=100)
+    subprocess.run(job, check=True, capture_output=True, timeout=300)
 
 
 @pytest.mark.parametrize("record", [record_here, pytest.param(record_job, marks=pytest.mark.soak)])

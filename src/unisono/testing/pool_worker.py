@@ -8,7 +8,6 @@ import pickle
 import signal
 import sys
 from contextlib import suppress
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest import SkipTest
@@ -41,9 +40,10 @@ def serve(comm: Communicator, folder: str) -> None:
     faulthandler.register(signal.SIGUSR1, file=stacks)
     randomness = torch.get_rng_state()
     parts: dict[tuple[int, int], Communicator | None] = {}
-    with stacks:
+    # The link ends when the driver has exited.
+    with stacks, suppress(EOFError):
         link.send_bytes(run_reported(comm.rank, os.getpid))
-        while order := _next(link):
+        while order := link.recv_bytes():
             size, failures, program = pickle.loads(order)
             if (size, failures) not in parts:
                 parts = {key: part for key, part in parts.items() if key[1] == failures}
@@ -54,13 +54,6 @@ def serve(comm: Communicator, folder: str) -> None:
                 outcome, usable = _perform(part, program)
                 link.send_bytes(outcome)
                 link.send(usable)
-
-
-def _next(link: Connection[Any, Any]) -> bytes:
-    # The link ends when the driver has exited.
-    with suppress(EOFError):
-        return link.recv_bytes()
-    return LEAVE
 
 
 def _perform(comm: Communicator, program: bytes) -> tuple[bytes, bool]:

@@ -54,8 +54,6 @@ class Failures:
         # the group.
         self._differed = False
         self._raised = False
-        # The error with which the transport ends its waits, once the group has failed.
-        self._ending: CommError | None = None
         self._process = os.getpid()
         invalidate_after_fork(self)
 
@@ -100,8 +98,7 @@ class Failures:
             # Release held ranks first, because ranks do not notice a failure while they are held.
             HOLD.go()
         if self._life.change("fail", cause):
-            self._ending = error_of(cause, self._group)
-            self.transport.abort(self._ending)
+            self.transport.abort(error_of(cause, self._group))
 
     def invalidate_after_fork(self) -> None:
         """Mark the communicator as broken in a forked child: the parent still uses the connections and shared memory.
@@ -140,7 +137,9 @@ class Failures:
 
     def _report(self, error: BaseException, operation: str | None, call: int | None) -> BaseException:
         where = operation or "the program"
-        if error is self._ending:
+        if operation is not None and self._life.cause is not None and isinstance(error, CommError):
+            # The transport may keep this error, and raise it again in other calls. (An error that leaves the program
+            # has been copied before.)
             error = detached(error)
         if not self._life.closed:
             self.activity.log_event("error", f"{type(error).__name__} in {where}: {text_of(error)}".partition("\n")[0])

@@ -205,14 +205,14 @@ class PointToPointWork(ChainedWork):
         with self._seen():
             try:
                 self._inner.wait(limit)
-            except CommTimeoutError as error:
-                # The message may still arrive, so a wait with an explicit timeout does not break the communicator.
+            except CommError as error:
                 engine = self._engine
+                if engine.life.cause is not None or not isinstance(error, CommTimeoutError):
+                    raise_caused(self._translate(error), error)
+                # The message may still arrive, so a wait with an explicit timeout does not break the communicator.
                 enriched = with_hang_report(error, engine.control, engine.group)
                 assert isinstance(enriched, CommError)
                 raise engine.failures.with_context(enriched, self._record[0], self._number) from None
-            except CommError as error:
-                raise_caused(self._translate(error), error)
         self._finish()
 
     def wait_or_break(self, timeout: Timeout | None) -> None:

@@ -46,21 +46,20 @@ class Cause:
 
 
 def raise_caused(raised: BaseException, error: BaseException) -> NoReturn:
-    """Raise `raised` with `error` as its cause, unless both are the same error."""
-    if raised is not error and not raised.__suppress_context__:
+    """Raise `raised` with the caught `error` as its cause, unless both are the same, or `detached` has copied it."""
+    if raised is not error and error.__traceback__ is not None:
         raised.__cause__ = error
     raise raised
 
 
 def detached(error: CommError) -> CommError:
-    """Return a copy of an error that a transport raises repeatedly; the traceback and the notes move to the copy.
+    """Return a copy of an error that a transport may raise again; the traceback, cause and notes move to the copy.
 
     The frames of a traceback refer to the caller's models and tensors, which must not live as long as the transport.
     """
     found = copy.copy(error).with_traceback(error.__traceback__)
-    # Not raised "from" the original, which has the same text.
-    found.__suppress_context__ = True
-    error.__traceback__ = error.__context__ = None
+    found.__cause__ = error.__cause__
+    error.__traceback__ = error.__context__ = error.__cause__ = None
     vars(error).pop("__notes__", None)
     return found
 

@@ -59,7 +59,7 @@ def execute(notebook: nbformat.NotebookNode, folder: Path) -> nbformat.NotebookN
     nbformat.write(notebook, file)
     command = [sys.executable, "-c", "from nbclient.cli import main; main()", "--inplace", "--timeout=100", str(file)]
     settings = {**os.environ, "IPYTHONDIR": str(folder), "JUPYTER_RUNTIME_DIR": str(folder)}
-    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=110, env=settings, cwd=folder)
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=300, env=settings, cwd=folder)
     # A cell that raises, and is not marked as wrong on purpose, ends the command.
     assert ended.returncode == 0, ended.stderr
     return nbformat.read(file, as_version=4)

@@ -133,7 +133,7 @@ def test_as_scripts() -> None:
         )
         for name, *options in commands
     ]
-    said = [process.communicate(timeout=100)[0] for process in started]
+    said = [process.communicate(timeout=300)[0] for process in started]
     assert [process.returncode for process in started] == [0, 0], said
     # Ranks write to one pipe, so that their lines may run together.
     assert all(f"rank {rank} of 2 met the others by tcp" in said[0] for rank in (0, 1))

@@ -58,7 +58,7 @@ def test_towncrier_puts_a_release_above_the_others(tmp_path: Path) -> None:
     for name, text in {"0001.added.md": "One more.", "0002.fixed.md": "A fix.", "0003.fixed.md": "Another."}.items():
         (tmp_path / "changes" / name).write_text(text + "\n")
     command = [sys.executable, "-m", "towncrier", "build", "--yes", "--version", "9.8.7", "--date", "2030-01-02"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     before, start, after = (ROOT / "CHANGELOG.md").read_text().partition(CONFIG["start_string"])
     section = "## [9.8.7] - 2030-01-02\n\n### Added\n\n- One more.\n\n### Fixed\n\n- A fix.\n- Another.\n"

@@ -24,7 +24,7 @@ sys.exit(lint_imports(cache_dir=None, no_logo=True))
 
 def lint(root: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-c", LINT]
-    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_layers_hold() -> None:

@@ -69,7 +69,7 @@ def loaded(site: Path) -> list[str]:
 def test_site_builds_without_warnings_or_broken_links() -> None:
     for command in (["docs/site/stage.py"], ["-m", "zensical", "build", "--strict", "--clean"]):
         run = [sys.executable, *command]
-        done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
+        done = subprocess.run(run, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "WARN" not in done.stdout + done.stderr
     assert faults(ROOT / "site") == []

@@ -33,8 +33,9 @@ def no_collection() -> Iterator[None]:
 def weak_method(method: Callable[..., object]) -> Callable[..., None]:
     """Return a function that calls a method as long as its object exists, and does not keep the object alive.
 
-    Hooks that run after a gradient is added to `p.grad` must be such functions: the garbage collector does not see how
-    torch refers to these hooks, so a parameter with a hook that refers to the parameter would never be freed.
+    Hooks that run after a gradient is added to `p.grad` must be such functions if the object refers to the parameter:
+    the garbage collector does not see how torch refers to these hooks, so the parameter would never be freed. Tensor
+    hooks or module hooks, which it does see, must keep the object alive.
     """
     reference = weakref.WeakMethod(method)
 

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 __all__ = ["Registry", "entry_points_of", "unknown_name"]
 
@@ -97,7 +97,7 @@ class Registry(Generic[T]):
             text = self[name].__doc__
         return (text or "").partition("\n")[0]
 
-    def attributes(self, package: str) -> tuple[Callable[[str], T], Callable[[], list[str]]]:
+    def attributes(self, package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
         """Return the functions `__getattr__` and `__dir__` for a package whose attributes include all entries.
 
         Args:

@@ -156,7 +156,7 @@ class Averaging(PassOwner):
         init_sync: bool,
         owner: object = None,
     ) -> None:
-        # The hooks keep this object alive, and `_owner` in turn keeps the averager alive, even if the caller drops it.
+        # The tensor hooks keep this object alive, and `_owner` keeps the averager alive, even if the caller drops it.
         self._owner = owner
         self.phase: Phase = Phase.IDLE
         self.steps: int = 0

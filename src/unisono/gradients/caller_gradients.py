@@ -86,8 +86,8 @@ class CallerHooks:
 
         Args:
             index: Index of the parameter.
-            after: The method.
-            args: The method's first arguments; the last is the parameter.
+            after: The method, whose object the hook does not keep alive.
+            args: The method's first arguments; the parameter follows.
         """
         self._own[index] += 1
         hook = partial(weak_method(after), *args)

@@ -285,6 +285,7 @@ class Runtime(PassOwner, NotCopied):
         self._order = _GatherOrder()
         # The current backward pass, if any.
         self._running: _Pass | None = None
+        # The modules' hooks keep this object alive.
         arrive = weak_method(self._arrive)
         for place, unit in enumerate(self._units):
             for module in unit.plan.modules:

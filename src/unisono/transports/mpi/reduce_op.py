@@ -116,7 +116,7 @@ def _to_keys(tensor: torch.Tensor, op: ReduceOp) -> None:
     """Convert floats in place to integers that compare in the same way, with NaN as the extreme integer."""
     bits = tensor.view(_INTEGER_OF_SIZE[tensor.itemsize])
     info = torch.iinfo(bits.dtype)
-    # If the sum is no NaN, no element is. Checking only the sum is faster; inf - inf merely costs a second check.
+    # If the sum is not NaN, no element is. Checking only the sum is faster; inf - inf merely costs a second check.
     lost = tensor.isnan() if math.isnan(tensor.sum().item()) else None
     _swap(bits)
     if lost is not None:

@@ -17,7 +17,7 @@ __all__ = ["Sockets"]
 T = TypeVar("T")
 
 _LOOK_EVERY_S = 0.02
-_LOOK_AGAIN_EVERY_S = 0.2
+_LOOK_AGAIN_EVERY_S = 1.0
 
 
 class Sockets:
@@ -64,9 +64,9 @@ class Sockets:
         # Wait between scans: a connection that is new in one scan has been established by the next. Scan repeatedly,
         # because gloo may still make connections lazily.
         time.sleep(_LOOK_EVERY_S)
-        # Without a connection to shut down, a collective ends only at gloo's own timeout, so scan less often.
-        while self.shut() or not all(is_finished() for is_finished in finished):
-            time.sleep(_LOOK_AGAIN_EVERY_S)
+        while (fresh := self.shut()) or not all(is_finished() for is_finished in finished):
+            # Without a connection to shut down, a collective ends only at gloo's own timeout, so scan less often.
+            time.sleep(_LOOK_EVERY_S if fresh else _LOOK_AGAIN_EVERY_S)
 
     def _accepted(self) -> Iterator[socket.socket]:
         for end in _sockets() if self._ports else ():

@@ -284,7 +284,8 @@ class TorchTransport(Transport):
             with suppress(RuntimeError):
                 (backend.abort if stuck or launching else backend.shutdown)()
         elif not self._cuda and (shut() or stuck):
-            _threads.run(partial(self._sockets.abandon, backend, [known.is_finished for known in stuck]))
+            finished = [work.is_completed for known in stuck if (work := known.work) is not None]
+            _threads.run(partial(self._sockets.abandon, backend, finished))
 
 
 class _DetachedGroup:

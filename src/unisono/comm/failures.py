@@ -138,8 +138,8 @@ class Failures:
     def _report(self, error: BaseException, operation: str | None, call: int | None) -> BaseException:
         where = operation or "the program"
         if operation is not None and self._life.cause is not None and isinstance(error, CommError):
-            # The transport may keep this error, and raise it again in other calls. (An error that leaves the program
-            # has been copied before.)
+            # The transport may keep this error, and raise it again in other calls. Without an operation, the error is
+            # leaving the program; the call that raised it has already copied it.
             error = detached(error)
         if not self._life.closed:
             self.activity.log_event("error", f"{type(error).__name__} in {where}: {text_of(error)}".partition("\n")[0])

@@ -33,9 +33,9 @@ def no_collection() -> Iterator[None]:
 def weak_method(method: Callable[..., object]) -> Callable[..., None]:
     """Return a function that calls a method as long as its object exists, and does not keep the object alive.
 
-    Hooks that run after a gradient is added to `p.grad` must be such functions if the object refers to the parameter:
-    the garbage collector does not see how torch refers to these hooks, so the parameter would never be freed. Tensor
-    hooks or module hooks, which it does see, must keep the object alive.
+    A post-accumulate-grad hook must be such a function if its object refers to the parameter: the garbage collector
+    cannot see torch's reference to the hook, so the parameter would never be freed. The object must be kept alive by
+    tensor hooks or module hooks, whose references the collector does see.
     """
     reference = weakref.WeakMethod(method)
 

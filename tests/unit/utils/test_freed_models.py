@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
+from waiting import wait_until
 
 import unisono as un
 from unisono.errors import AbortedError
@@ -86,8 +87,7 @@ def test_an_aborted_communicator_keeps_nothing_of_the_calls_that_it_ended(backen
             return weakref.ref(held)
 
         found = call()
-        gc.collect()
-        return found() is None, named
+        return wait_until(lambda: found() is None), named
 
     started = un.launch(program, 2, "thread") if backend == "thread" else pool(backend, 2).run(program)
     assert started == [(True, ["all_reduce"] * 2), (True, [])]

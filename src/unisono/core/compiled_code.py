@@ -13,7 +13,7 @@ from importlib.util import spec_from_file_location
 from types import ModuleType
 from typing import Any
 
-__all__ = ["leave_out_of_graphs"]
+__all__ = ["compiling", "leave_out_of_graphs"]
 
 _MODULE = "torch._dynamo.convert_frame"
 

@@ -188,7 +188,10 @@ def test_files_stay_in_the_graph_when_torch_makes_a_group() -> None:
 
 
 def test_torch_without_the_private_names_is_left_alone() -> None:
-    compiled_code._add_rules(ModuleType("convert_frame"))
+    dynamo = ModuleType("convert_frame")
+    before = dict(vars(dynamo))
+    compiled_code._add_rules(dynamo)
+    assert vars(dynamo) == before
 
 
 @pytest.mark.soak

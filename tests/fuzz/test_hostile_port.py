@@ -112,5 +112,6 @@ def program(comm: un.Communicator, count: int) -> list[int]:
 def test_job_survives_hostile_connections(count: int) -> None:
     told = pool("gloo", 2).run(program, count, size=2)[1]
     assert len(told) >= count // 2
-    # A guessed handshake gets the server's hello and proof, 72 bytes; every other input gets nothing.
-    assert set(told) <= {0, 32, 72}, sorted(set(told))
+    # A guessed handshake gets the server's hello and proof, 72 bytes, of which `a_guess` itself reads the hello's 40.
+    # Random bytes that start like a TLS record get the hello. Every other input gets nothing.
+    assert set(told) <= {0, 32, 40, 72}, sorted(set(told))

@@ -606,9 +606,12 @@ def distributed_tensors(rank: int, size: int) -> None:
 
 # -- ranks -----------------------------------------------------------------------------------------
 def named(program: str) -> Program:
+    """Return a program, and import what it needs here: a rank that imports is late by seconds on a busy machine."""
+    if program.startswith("fsdp") or program == distributed_tensors.__name__:
+        # It imports torch.distributed.tensor too.
+        import torch.distributed.fsdp  # noqa: F401
     if found := WRONG.get(program) or RIGHT.get(program):
         return found
-    # It imports much of torch, which takes seconds.
     from torch_features import FEATURES
 
     return FEATURES[program]

@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import unisono as un
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "stop-together.md"
-SAMPLES, ACCUMULATE, STOP_AT = 96, 2, 3
-"""One epoch: on each of two ranks 12 batches of 4 samples, of which two make a step."""
+SAMPLES, ACCUMULATE, STOP_AT = 384, 2, 3
+"""One epoch: on each of two ranks 48 batches of 4 samples, of which two make a step."""
 
 
 def recipe(framework: str, folder: str) -> str:

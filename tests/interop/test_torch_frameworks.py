@@ -8,8 +8,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from stopped_frameworks import STOP_AT
 from torch_ranks import reserved_ports
 
 PROGRAMS = sorted((Path(__file__).parents[2] / "docs" / "examples" / "frameworks").glob("*.py"))
@@ -108,7 +110,7 @@ def test_accelerate_rejects_unknown_names(asks: str) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("framework", ["Lightning", "Accelerate"])
 def test_recipes_stop_at_one_step_and_resume(framework: str, tmp_path: Path) -> None:
-    def ended(folder: str, what: str, status: int) -> list[object]:
+    def ended(folder: str, what: str, status: int) -> list[Any]:
         (tmp_path / folder).mkdir(exist_ok=True)
         program = Path(__file__).with_name("stopped_frameworks.py")
         job = run("-m", "unisono", "run", "-n", "2", str(program), framework, str(tmp_path / folder), what)
@@ -119,7 +121,8 @@ def test_recipes_stop_at_one_step_and_resume(framework: str, tmp_path: Path) -> 
 
     whole = ended("whole", "run", 0)
     steps, reason, _ = ended("stopped", "stop", 75)
-    assert steps in (4, 5)
+    # How many steps after the signal depends on how soon it is handled.
+    assert STOP_AT < steps < whole[0]
     assert reason == "signal SIGTERM"
     resumed = ended("stopped", "resume", 0)
     # Lightning makes the steps that are left, with the loader's first batches.

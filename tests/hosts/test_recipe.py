@@ -20,7 +20,7 @@ def test_two_namespaces_and_torchrun(tmp_path: Path) -> None:
     reason = obstacle()
     if reason is not None:
         pytest.skip(reason)
-    recipe = PAGE.read_text().partition("With real connections and torchrun")[2]
+    recipe = PAGE.read_text().partition("To try torchrun over real connections")[2]
     script, commands = (re.search(rf"```{language}\n(.*?)```", recipe, re.DOTALL) for language in ("python", "sh"))
     assert script is not None
     assert commands is not None

@@ -47,6 +47,17 @@ def test_early_exit_ends_the_job(start: Start, script: str, port: int, status: i
 @pytest.mark.parametrize("culprit", [0, 1])
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 def test_torchrun_reports_the_early_exit(start: Start, script: str, backend: str, culprit: int) -> None:
+    assert_root_cause(start, script, backend, culprit)
+
+
+@pytest.mark.soak
+def test_torchrun_reports_a_rank_that_exits_slowly(start: Start, script: str) -> None:
+    # Registered first, it runs last, after the other rank has learned that this one leaves.
+    Path(script).write_text("import atexit, time\natexit.register(time.sleep, 1.5)\n" + PROGRAM)
+    assert_root_cause(start, script, "shm", 0)
+
+
+def assert_root_cause(start: Start, script: str, backend: str, culprit: int) -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     _, said = start([*torchrun, script, backend, str(culprit), "3"]).communicate(timeout=300)
     root = said[said.index("Root Cause") :]

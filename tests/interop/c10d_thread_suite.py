@@ -83,6 +83,9 @@ def outcome(name: str, backend: str) -> str:
     test: Any = getattr(ThreadSuite, name)
     if getattr(test, "__unittest_skip__", False):
         return "skipped"
+    # Torch's tests set the debug level of the process, and the ranks' threads race for the last one.
+    os.environ.pop("TORCH_DISTRIBUTED_DEBUG", None)
+    dist.set_debug_level_from_env()
     try:
         un.testing.torch_ranks(SIZE, backend, timeout=LIMIT_S, limit_s=2 * LIMIT_S).run(partial(on_rank, name, backend))
     except unittest.SkipTest:

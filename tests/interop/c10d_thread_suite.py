@@ -73,8 +73,7 @@ def on_rank(name: str, backend: str) -> None:
         backend=c10d.BACKEND, init_method=case.init_method, world_size=SIZE, rank=case.rank, timeout=limit
     )
     case._barrier()
-    if backend == "sim":
-        set_rng_seed()
+    set_rng_seed()
     getattr(case, name)()
     case._barrier()
 

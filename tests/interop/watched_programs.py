@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import json
 import os
 import signal
@@ -609,7 +610,7 @@ def named(program: str) -> Program:
     """Return a program, and import what it needs here: a rank that imports is late by seconds on a busy machine."""
     if program.startswith("fsdp") or program == distributed_tensors.__name__:
         # It imports torch.distributed.tensor too.
-        import torch.distributed.fsdp  # noqa: F401
+        importlib.import_module("torch.distributed.fsdp")
     if found := WRONG.get(program) or RIGHT.get(program):
         return found
     from torch_features import FEATURES

@@ -102,7 +102,7 @@ def built(command: list[str], name: str) -> Path:
 def ran(compiler: list[str], emulator: list[str], name: str, *arguments: str) -> tuple[int, str, str]:
     """Run a program; return the exit status, output and errors.
 
-    The longest, twelve rounds of random calls under ThreadSanitizer, take seven minutes and a half on two slow cores.
+    The longest run, twelve rounds of random calls with ThreadSanitizer, takes 450 s on two slow cores.
     """
     command = [*emulator, str(built(compiler, name)), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1500, check=False)

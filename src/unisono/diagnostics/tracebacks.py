@@ -277,8 +277,8 @@ _FILE = "TORCHELASTIC_ERROR_FILE"
 _ATTEMPTS = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
 _FIRST = "unisono-first-error"
 _POLL_S = 0.02
-# A rank that exits without an error has no error file. Torchrun dates its failure when it sees the process end, seconds
-# after the other ranks have learned that the rank left, if the machine is busy.
+# A rank that exits without an error has no error file, so torchrun takes the time at which it sees the process end. On
+# a busy machine, that is seconds after the other ranks have learned that the rank left.
 _FOLLOWS_BY_S = 10
 
 
@@ -343,7 +343,7 @@ class TorchrunReport:
         if self._path is None:
             return
         # Torchrun's report shows the error with the earliest timestamp, in whole seconds, as the root cause. If another
-        # rank's failure caused this error, date it later.
+        # rank's failure caused this error, give it a later timestamp.
         details = {"py_callstack": text, "timestamp": str(int(time.time()) + _FOLLOWS_BY_S * follows)}
         with suppress(OSError):
             self._path.write_text(json.dumps({"message": {"message": message, "extraInfo": details}}))

@@ -200,8 +200,8 @@ def _torch() -> list[Replacement]:
             done.wait()
         return real_wait(future)
 
-    # A task yields when it reads a clock. If it yielded under that lock, the next task that compiles would wait for the
-    # lock in real time, and block the simulation.
+    # A task that reads the simulated clock may yield. If it yielded while it held that lock, the next task to compile
+    # would wait for the lock in real time, and block the simulation.
     return [(kind, "wait", wait), (compiled_code, "compiling", unpatched)]
 
 
